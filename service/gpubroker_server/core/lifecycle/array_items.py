@@ -1,4 +1,4 @@
-"""The items of an array: which are done, which run holds which, and what a run gets next."""
+"""The items of an array: which are done, which run holds them, and which items a run gets next."""
 
 import json
 from base64 import b64encode
@@ -23,27 +23,31 @@ from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
 _ABSENT, _OPEN, _HELD, _SUSPECT, _DONE = range(5)
-"""The states of an item. A suspect was held by a run that crashed. A run gets it alone, because of several
-items only one need have ended the process."""
+"""The states of an item. A suspect is an item that was held by a run that crashed. A run gets a suspect
+alone, because one of several items may have ended the process."""
 
 CHUNKS_AHEAD = 10
-"""A run wants to hold about a second of work; without a given chunk, it gets more in tenths of that."""
+"""The number of chunks in which a run gets the items that it wants, about a second of work, if the array has
+no chunk size."""
 MOST_WANTED = 1000
-"""Items that a run may hold: what its report costs the leader grows with them."""
+"""The most items that a run may hold: the cost of its reports for the leader grows with them."""
 ARRAY_RESULTS_TOO_LARGE = "array_results_too_large"
-"""Failure kind of an item whose result was dropped: its array has too many bytes of results."""
+"""The failure kind of an item whose result was dropped, because its array has too many bytes of results."""
 ITEM_TIMEOUT = "timeout"
-"""Failure kind of an item that its time limit ended."""
+"""The failure kind of an item that its time limit ended."""
 PAGE_BYTES = 4 * 2**20
-"""A page of results ends at this size."""
+"""The size in bytes at which a page of results ends."""
 
 _Holder = tuple[TaskId, Fence]
 
 
 class ArrayWork:
-    """Kept in the leader's memory only. A new leader learns it again from the next reports of the runs,
-    except how often items have ended their process. Changes are made to a `copy`, which replaces the original
-    once the decisions that follow from them are committed."""
+    """The work of an array, which is kept in the leader's memory only.
+
+    A new leader learns the work again from the next reports of the runs, except how often items have ended
+    their process. Changes are made to a `copy`, which replaces the original once the decisions that follow
+    from the changes are committed.
+    """
 
     def __init__(
         self, terms: ArrayTerms, done: Iterable[ItemRange], last_page: int, size_bytes: int = 0
@@ -59,14 +63,14 @@ class ArrayWork:
         self.size_bytes = size_bytes
         """The bytes of the array's results."""
         self._lowest_open = 0
-        """The lowest item that may be open: no item below it is."""
+        """A lower bound of the numbers of open items."""
         self._held: dict[_Holder, frozenset[int]] = {}
         self._tries: dict[int, int] = {}
-        """Item that ended its process at its time limit -> tries in those processes."""
+        """Maps an item that ended its process at its time limit to its tries in such processes."""
         self._crashes: dict[int, int] = {}
-        """Suspect -> number of runs that crashed since then and held nothing else."""
+        """Maps a suspect to the number of runs that have crashed since and held only that item."""
         self._crashed_too_often: list[int] = []
-        """Items that crashed once too often, and are not recorded as failed yet."""
+        """The items that crashed too often, and are not recorded as failed yet."""
 
     def copy(self) -> "ArrayWork":
         new = ArrayWork.__new__(ArrayWork)
@@ -77,12 +81,13 @@ class ArrayWork:
         return new
 
     def take(self, world: World, task: Task, report: ItemsReported) -> list[ItemResult]:
-        """The results that are new; the run gets what it wants, as far as there is work."""
+        """Take a run's report, give the run the items that it wants as far as there is work, and return the
+        new results."""
         self._take_back(world)
         run = task.id, task.fence
         if run not in self._held:
-            # A new leader learns from the report what the run holds. An item that it has given to another run
-            # since stays with that one.
+            # A new leader learns from the report what the run holds. An item that the leader has given to
+            # another run in the meantime stays with that other run.
             reported = (n for first, end in report.held for n in range(first, min(end, len(self._status))))
             items = frozenset(n for n in reported if self._status[n] == _OPEN)
             self._mark(items, _HELD)
@@ -111,8 +116,8 @@ class ArrayWork:
         return 0 <= number < len(self._status) and self._status[number] not in (_ABSENT, _DONE)
 
     def _is_tried_again(self, run: _Holder, result: ItemResult) -> bool:
-        """A run tries an item as often as it may be tried, unless it could not interrupt it: then the run
-        ends with it, and another one goes on."""
+        """Return True if the failed item is tried again. A run itself tries an item as often as allowed,
+        unless it could not interrupt the item: then the process ends with it, and another run continues."""
         if result.failure is None:
             return False
         retries = self.terms.retries_on(
@@ -121,7 +126,7 @@ class ArrayWork:
         if result.tries > retries:
             return False
         if result.number not in self._held[run]:
-            return True  # counted already, unless that was another leader
+            return True  # the tries were counted before, unless by another leader
         tries = self._tries.get(result.number, 0) + result.tries
         if tries > retries:
             return False
@@ -138,7 +143,7 @@ class ArrayWork:
     def _give(self, run: _Holder, wanted: int) -> None:
         """Give items to a run: fewer at a time towards the end, so that all runs end together."""
         items = [number for number in self._held[run] if self._status[number] == _HELD]
-        # Nothing is given beside a suspect: if the run crashes again, that item did it.
+        # Nothing is given beside a suspect, so that another crash proves that the suspect is the cause.
         if not any(number in self._crashes for number in items):
             wanted = min(wanted, MOST_WANTED)
             share = -(-self.left // (2 * len(self._held)))
@@ -152,17 +157,17 @@ class ArrayWork:
         self._held[run] = frozenset(items)
 
     def _next_open(self, limit: int) -> list[int]:
-        found: list[int] = []
+        open_items: list[int] = []
         number = self._lowest_open
-        while len(found) < limit and (number := self._status.find(_OPEN, number)) >= 0:
-            found.append(number)
+        while len(open_items) < limit and (number := self._status.find(_OPEN, number)) >= 0:
+            open_items.append(number)
             number += 1
         self._lowest_open = number if number >= 0 else len(self._status)
-        return found
+        return open_items
 
     def _take_back(self, world: World) -> None:
-        """Take the items back from runs that are over. A run that has been heard has no failures; see
-        `reported`."""
+        """Take the items back from runs that are over. A failure counts as a crash, since the first report of
+        a run resets its failures (`reported`)."""
         for run in list(self._held):
             task = world.tasks.get(run[0])
             if task is None or not task.is_active or task.fence != run[1]:
@@ -176,11 +181,11 @@ class ArrayWork:
         if not crashed:
             return
         for number in left:
-            # One crash proves nothing: its process may have been killed by something else.
+            # The first crash proves nothing: something else may have killed the process.
             again_alone = number in self._crashes and len(left) == 1
             self._crashes[number] = self._crashes.get(number, 0) + again_alone
             if self._crashes[number] > self.terms.retries_on(RetryOn.FAILURE):
-                # No run holds it, but only open and suspect items are given away; `take` records its failure.
+                # No run holds the item, but as "held" it is given to none; `take` records its failure.
                 self._status[number] = _HELD
                 self._crashed_too_often.append(number)
 
@@ -198,9 +203,12 @@ def reported(
     now: Instant,
     most_bytes: int,
 ) -> None:
-    """Store what is new, and answer. Results count as a checkpoint: they are not lost with the run. A worker
-    that reports has opened its function and its items, so its failures are forgotten: what ends it later is
-    the fault of an item, which has retries of its own."""
+    """Store the new results of a report, and answer the run.
+
+    Results count as a checkpoint, since they are not lost with the run. A worker that reports has loaded its
+    function and its items, so its failures are reset: a later end is the fault of an item, which has retries
+    of its own.
+    """
     task = update.live(report.fence, report.rank)
     seat = None if task is None else task.holder
     if task is None or not isinstance(seat, WorkerSeat) or (work := arrays.get(seat.array)) is None:
@@ -223,8 +231,8 @@ def without_spare_workers(
 ) -> Iterator[Decision]:
     """Cancel workers that wait, or would be requeued, although no item is left.
 
-    `but_not`: tasks that other decisions of this batch write. Each write names the version of the row that it
-    replaces, so of two writes of one row the second would be refused.
+    `but_not` are the tasks that other decisions of this batch write. Each write names the version of the row
+    that it replaces, so of two writes of one row the second would be refused.
     """
     over = {worker for work in works if work.left == 0 for worker in work.terms.workers}
     for task in map(world.tasks.__getitem__, sorted(over.intersection(world.tasks).difference(but_not))):
@@ -267,7 +275,7 @@ def _pages(work: ArrayWork, new: Iterable[ItemResult], now: Instant, most_bytes:
 
 
 def _without_result(item: ItemResult, most_bytes: int) -> ItemResult:
-    """A short line, so that the array can end."""
+    """Return the item with a short failure instead of its result, so that the array can end."""
     message = f"the results of its array take more than {most_bytes} bytes (limits.array_result_bytes)"
     failure = (
         Failure(item.failure.kind, message) if item.failure else Failure(ARRAY_RESULTS_TOO_LARGE, message)
@@ -276,7 +284,7 @@ def _without_result(item: ItemResult, most_bytes: int) -> ItemResult:
 
 
 def line_of(item: ItemResult, result_format: str) -> bytes:
-    """A line of JSON, as clients get it. A result in JSON is written as it came."""
+    """Return the line of JSON that clients get. A result in JSON is written unchanged, but on one line."""
     state = "succeeded" if item.failure is None else "failed"
     head = (
         f'{{"number":{item.number},"state":"{state}","seconds":{item.seconds:.6f},"tries":{item.tries},'
@@ -290,6 +298,6 @@ def line_of(item: ItemResult, result_format: str) -> bytes:
         return head + b'"error":' + json.dumps(error).encode() + b"}\n"
     result = item.result or b"null"
     if result_format == "json":
-        # JSON escapes the line breaks inside its strings, so any that is left stands between two tokens.
+        # JSON escapes the line breaks inside strings, so every other line break is between two tokens.
         return head + b'"result":' + result.replace(b"\n", b" ") + b"}\n"
     return head + b'"data_base64":"' + b64encode(result) + b'"}\n'

@@ -48,7 +48,7 @@ from gpubroker_server.core.world.world import World
 CORDONINGS = frozenset({"cordon", "drain", "uncordon"})
 
 TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
-"""Times of a pending task that may be changed: instants and seconds."""
+"""The times of a pending task that may be changed: instants and durations in seconds."""
 
 
 STACK_SECONDS = Seconds(10.0)
@@ -59,9 +59,12 @@ HOUR_SECONDS = 3600.0
 
 
 def carry_out_all(world: World, requests: Iterable[Request], now: Instant, policy: Policy) -> list[Decision]:
-    """Carry the requests out in their order. The row of a work stream or of a worker set is written whole:
-    what is asked of one stream becomes one decision, and each request about a set begins with what those
-    before it have made of the set."""
+    """Return the decisions that carry out the requests in their order.
+
+    The row of a work stream or of a worker set is written whole. Therefore all requests about one stream
+    become one decision, and each request about a set begins with what the requests before it have made of the
+    set.
+    """
     decisions, about_streams = [], dict[str, list[Request]]()
     sets: ChainMap[TaskId, WorkerSet] = ChainMap({}, world.worker_sets)
     for request in requests:
@@ -78,8 +81,8 @@ def carry_out_all(world: World, requests: Iterable[Request], now: Instant, polic
 
 
 def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> Decision:
-    """Return the decision that settles the request. Only a request for a stack stays open, until the stack
-    comes. A request that comes too late, or that a newer release wrote, changes nothing."""
+    """Return the decision that settles the request. Only a request for a stack stays open, until the agent
+    has sent the stack. A request that comes too late, or that a newer release wrote, changes nothing."""
     done = Decision(subject=request.task, why=request.what, requests_done=(request.id,))
     task = world.tasks.get(request.task)
     if request.what == "resume":
@@ -120,19 +123,20 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
 def _change_pause(world: World, request: Request, now: Instant, done: Decision) -> Decision:
     """Pause or resume a queue. Pausing it again keeps the first pause; resuming it again does nothing."""
     queue, by, reason = (str(request.fields[name]) for name in ("queue", "by", "reason"))
-    known, pauses = world.queue.pauses.get(queue), request.what == "pause"
-    if pauses is (known is not None):
+    present, pauses = world.queue.pauses.get(queue), request.what == "pause"
+    if pauses is (present is not None):
         return done
-    pause = QueuePause(queue, now, by, reason) if known is None else known
+    pause = QueuePause(queue, now, by, reason) if present is None else present
     action = "queue.pause" if pauses else "queue.resume"
     audit = (AuditNote(now, pause.tenant or request.tenant, by, action, queue, reason),)
-    if known is None:
+    if present is None:
         return replace(done, paused=(pause,), audit=audit)
     return replace(done, resumed=(pause,), audit=audit)
 
 
 def _change_stream(world: World, requests: list[Request], now: Instant, policy: Policy) -> Decision:
-    """Signals of a stream that does not exist, or no longer, are dropped."""
+    """Return the decision that carries out all requests about one stream. Signals of a stream that does not
+    exist are dropped."""
     name, audit = str(requests[0].task), []
     before = stream = world.streams.get(name, StreamState(name))
     for request in requests:
@@ -159,16 +163,16 @@ def _change_stream(world: World, requests: list[Request], now: Instant, policy: 
 def with_signal(
     stream: StreamState, signal: Mapping[str, Any], at: Instant, rules: StreamRules
 ) -> StreamState:
-    """The stream once a client has told this. Progress of an earlier time than what is known is dropped;
-    progress told twice for one instant replaces itself."""
+    """Return the stream after a client's signal. Progress of an earlier time than the known progress is
+    dropped; progress of the same instant replaces it."""
     progress, age, quality = signal.get("progress"), signal.get("data_age_seconds"), signal.get("quality")
     progress_at = Instant(min(at, signal.get("progress_at") or at))
     since = progress_at - stream.progress_at
     if progress is not None and (stream.progress is None or since >= 0):
         velocity = stream.velocity_per_hour
         if stream.progress is not None and since > 0:
-            # Exponential smoothing with the time constant `velocity_seconds`: progress told after a longer
-            # time weighs more, so a client may tell it as often as it likes.
+            # Smooth exponentially with the time constant `velocity_seconds`. Progress that is reported after
+            # a longer time weighs more, so a client may report it as often as it likes.
             newest = (progress - stream.progress) / since * HOUR_SECONDS
             velocity += (1.0 - exp(-since / rules.velocity_seconds)) * (newest - velocity)
         stream = replace(stream, progress=progress, progress_at=progress_at, velocity_per_hour=velocity)
@@ -190,15 +194,16 @@ def _cancel(world: World, task: Task, request: Request, now: Instant, done: Deci
 
 
 def _cancel_cause(task: Task, request: Request) -> str | None:
-    """None if an earlier release wrote the request: it does not say by whom it was made."""
+    """Return the cause that the task's owner reads; None if an earlier release wrote the request, which then
+    does not say who made it."""
     by, reason = request.fields.get("by"), request.fields.get("reason")
     what = "unload" if isinstance(task.holder, Model) else "cancellation"
     return f"its {what} by {by}{f': {reason}' if reason else ''}" if by else None
 
 
 def _read_stack(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """Ask the agent, whose answer settles the request. It is settled without an answer if there is no
-    process to ask about, or if the agent has not answered in time."""
+    """Ask the agent for a stack; its answer settles the request. The request is settled without an answer if
+    there is no process to ask about, or if the agent has not answered in time."""
     rank = int(request.fields["rank"])
     has_process = task.state in (TaskState.RUNNING, TaskState.STOPPING) and rank < rank_count(task)
     if not has_process or now > request.made_at + STACK_SECONDS:
@@ -216,8 +221,8 @@ def _cancel_stopping(
     now: Instant,
     done: Decision,
 ) -> Decision:
-    """A run that was to be requeued is cancelled; a run past its limit still ends as timed out. A shorter
-    grace period replaces the current one."""
+    """Cancel a run that is stopping. If it was to be requeued it is cancelled instead; a run past its time
+    limit still ends as timed out. A shorter grace period replaces the current one."""
     assert task.stop_deadline_at is not None
     changes: dict[str, Any] = {}
     orders: tuple[AnyStopOrder, ...] = ()
@@ -232,8 +237,8 @@ def _cancel_stopping(
 
 
 def _change(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """`held` and times apply to pending tasks only. Leases keep the priority of their admission; decisions
-    about a run read its task's."""
+    """Change a task's priority, hold or times. A hold and times apply to pending tasks only. Leases keep the
+    priority of their admission; decisions about a run read the priority of its task."""
     changes: dict[str, Any] = {}
     priority = request.fields.get("priority", task.priority)
     held = request.fields.get("held", task.held)
@@ -245,10 +250,11 @@ def _change(world: World, task: Task, request: Request, now: Instant, done: Deci
         changes |= _new_times(task, request.fields, now)
     if not changes:
         return done
-    # A pledge keeps room from all tasks of its priority or a lower one. It ends when its task falls below
-    # that priority, and when its task may not start for now: the room would stand idle.
+    # A pledge keeps room from all tasks of its priority or a lower one. The pledge ends when its task falls
+    # below that priority, and when its task may not start for now, since the room would stand idle.
     stands_aside = changes.get("held", False) or changes.get("not_before") is not None
-    is_moved = task.stop_reason is StopReason.MOVE  # to room that is kept for it whatever its priority
+    # Room is kept for a task that is being moved, whatever its priority.
+    is_moved = task.stop_reason is StopReason.MOVE
     gives_up_its_turn = stands_aside or (priority < task.priority and not is_moved)
     return replace(
         done,
@@ -258,9 +264,11 @@ def _change(world: World, task: Task, request: Request, now: Instant, done: Deci
 
 
 def _new_times(task: Task, asked: Mapping[str, Any], now: Instant) -> dict[str, Any]:
-    """Return the changed times. None removes a limit. A changed time to wait, or start time, counts anew:
-    from now, or from the time at which the task may start, and for a task with dependencies from their
-    end."""
+    """Return the changed times. None removes a limit.
+
+    If the time to wait or the start time changes, the time to wait counts anew: from now, or from the time at
+    which the task may start. For a task with dependencies it counts from their end.
+    """
     changes = {name: asked[name] for name in TIMES if name in asked and asked[name] != getattr(task, name)}
     if changes.get("not_before") is not None and changes["not_before"] <= now:
         changes["not_before"] = None
@@ -272,8 +280,9 @@ def _new_times(task: Task, asked: Mapping[str, Any], now: Instant) -> dict[str, 
 
 
 def _cordon(world: World, request: Request, now: Instant, done: Decision) -> Decision:
-    """Cordon, drain or uncordon: each sets the node's whole state, so a cordon ends a drain and leaves the
-    node closed. Pledges on a closed node are dissolved: their tasks are planned again, elsewhere."""
+    """Cordon, drain or uncordon a node. Each sets the node's whole state, so a cordon ends a drain and leaves
+    the node closed. Pledges on a closed node are dissolved, and their tasks are planned again for other
+    nodes."""
     node = world.nodes.get(NodeName(request.task))
     if node is None:
         return done

@@ -1,9 +1,9 @@
-"""Comparison of a clock that people can set with the one since boot, which nobody can set.
+"""Comparison of the wall clock, which people can set, with the clock since boot, which nobody can set.
 
-A clock that jumps far ahead would make each deadline pass, and all that is kept for a week prunable, within
-seconds. Both clocks are read together, again and again. The wall clock is followed as long as it stays near
-to where the clock since boot expects it. Beyond that it is contradicted: time goes on by the clock since
-boot.
+A wall clock that jumps far ahead would make each deadline pass, and all data that is kept for a week
+prunable, within seconds. Therefore both clocks are read together periodically. The wall clock is followed as
+long as it stays near the time that the clock since boot leads to expect. Otherwise it is contradicted, and
+the clock since boot tells the time.
 """
 
 from msgspec import Struct
@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from gpubroker_server.core.domain.units import Instant, MonotonicSeconds, Seconds
 
 BOUND_SECONDS = Seconds(60.0)
-"""A wall clock farther away than this is contradicted."""
+"""The greatest difference from the expected time at which a wall clock is not contradicted."""
 
 MOST_DRIFT = 0.001
-"""Seconds per second by which two healthy clocks may differ in speed; NTP slews by half of it."""
+"""The seconds per second by which two healthy clocks may differ in speed. NTP slews by half of it."""
 
 STEADY_SECONDS = Seconds(3600.0)
-"""A clock that was set ahead counts once it has stayed there for so long: the machine was paused whole, or it
-was set on purpose. Nothing is pruned before a clock has counted for so long."""
+"""The time after which a clock that was set ahead counts again: the whole machine was paused, or the clock
+was set on purpose. Nothing is pruned before a clock has counted for this time."""
 
 
 class Contradiction(Struct, frozen=True):
@@ -29,49 +29,54 @@ class Contradiction(Struct, frozen=True):
 
 
 class ClockEvidence(Struct, frozen=True):
-    """Offsets are what a wall clock is ahead of the clock since boot."""
+    """What is known about a wall clock. An offset is the time by which it is ahead of the clock since
+    boot."""
 
     expected_seconds: float
     """The offset that was found when the clock began to count, and its drift since."""
     offset_seconds: float
-    """The offset to tell the time by: never farther than BOUND_SECONDS from the expected one."""
+    """The offset that tells the time, which never differs from the expected one by more than
+    BOUND_SECONDS."""
     since: MonotonicSeconds
     """The time since which the clock counts."""
     read_at: MonotonicSeconds
     contradiction: Contradiction | None = None
 
     def ahead_seconds(self) -> Seconds:
-        """The seconds that a contradicted clock is ahead of the time that counts; negative if it is
-        behind."""
-        found = self.contradiction
-        return Seconds(0.0 if found is None else found.offset_seconds - self.expected_seconds)
+        """Return the seconds by which a contradicted clock is ahead of the expected time; negative if it is
+        behind, 0 if it is not contradicted."""
+        contradiction = self.contradiction
+        return Seconds(0.0 if contradiction is None else contradiction.offset_seconds - self.expected_seconds)
 
 
 def begin_evidence(wall: Instant, boot: MonotonicSeconds) -> ClockEvidence:
-    """A first reading of both clocks: nothing contradicts it."""
+    """Return the evidence of a first reading of both clocks, which nothing contradicts."""
     return ClockEvidence(wall - boot, wall - boot, boot, boot)
 
 
 def add_reading(known: ClockEvidence, wall: Instant, boot: MonotonicSeconds) -> ClockEvidence:
-    """Return what is known after another reading of both clocks. A contradicted clock agrees again when it
-    has come back. A clock that was set ahead counts from when it has stayed there for STEADY_SECONDS; a clock
-    that was set back never does in this process: what has been lived would be lived twice."""
+    """Return the evidence after another reading of both clocks.
+
+    A contradicted clock agrees again once it is near the expected time. A clock that was set ahead counts
+    once it has stayed there for STEADY_SECONDS. A clock that was set back never counts in this process, since
+    the time in between would be counted twice.
+    """
     offset_seconds = wall - boot
     difference = offset_seconds - known.expected_seconds
     if abs(difference) <= BOUND_SECONDS:
-        # The expectation moves no faster than healthy clocks drift: else a clock that is set ahead in many
-        # small steps would never be contradicted.
+        # The expected offset changes no faster than healthy clocks drift. Otherwise a clock that is set ahead
+        # in many small steps would never be contradicted.
         drift = MOST_DRIFT * (boot - known.read_at)
         expected_seconds = known.expected_seconds + max(-drift, min(drift, difference))
         return ClockEvidence(expected_seconds, offset_seconds, known.since, boot)
-    found = known.contradiction
-    if found is None or abs(offset_seconds - found.offset_seconds) > BOUND_SECONDS:
-        found = Contradiction(offset_seconds, boot)
-    if difference > 0 and boot - found.since >= STEADY_SECONDS:
+    contradiction = known.contradiction
+    if contradiction is None or abs(offset_seconds - contradiction.offset_seconds) > BOUND_SECONDS:
+        contradiction = Contradiction(offset_seconds, boot)
+    if difference > 0 and boot - contradiction.since >= STEADY_SECONDS:
         return begin_evidence(wall, boot)
-    return replace(known, offset_seconds=known.expected_seconds, read_at=boot, contradiction=found)
+    return replace(known, offset_seconds=known.expected_seconds, read_at=boot, contradiction=contradiction)
 
 
 def may_prune(known: ClockEvidence, boot: MonotonicSeconds) -> bool:
-    """Return True if the clock has counted for long enough to delete by it, and nothing contradicts it."""
+    """Return True if nothing contradicts the clock, and it has counted for long enough to prune by it."""
     return known.contradiction is None and boot - known.since >= STEADY_SECONDS

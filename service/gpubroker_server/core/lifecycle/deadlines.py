@@ -1,4 +1,5 @@
-"""Things that become due with time: limits of runs and of waiting, kills, unconfirmed runs, late pledges."""
+"""Decisions that become due with time: limits of runs and of waiting, kills, unconfirmed runs, late
+pledges."""
 
 from collections.abc import Collection, Iterable, Iterator, Set
 from math import inf
@@ -42,32 +43,34 @@ from gpubroker_server.core.lifecycle.stopping import (
 from gpubroker_server.core.world.world import World
 
 KILL_AGAIN_SECONDS = 3.0
-"""A kill order may be lost with its connection, so it is repeated until the run is given up."""
+"""The period after which a kill order is repeated, until the run is given up: the order may have been lost
+with its connection."""
 
 GAP_SECONDS = 5.0
-"""The length of a gap in which the leader may have missed reports: it reads those first."""
+"""The length of a gap between two looks after which the leader may have missed reports, and reads those
+first."""
 
 MAX_NAMED = 3
-"""Ranks named in a message; the others are counted."""
+"""The greatest number of ranks that a message names; the other ranks are counted."""
 
 
 class ObservationWindow(Struct, frozen=True):
-    """The time since which the leader has looked without a gap, and the time of its last look."""
+    """The instant since which the leader has looked without a gap, and the instant of its last look."""
 
     since: Instant
     last: Instant
 
 
 def extend_window(watch: ObservationWindow | None, now: Instant) -> ObservationWindow:
-    """The window after a look at `now`. None or a gap starts a new one."""
+    """Return the window after a look at `now`. Without a window, or after a gap, a new window starts."""
     if watch is None or now - watch.last > GAP_SECONDS:
         return ObservationWindow(since=now, last=now)
     return ObservationWindow(since=watch.since, last=now)
 
 
 def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | None) -> list[Decision]:
-    """Decisions that are due; `watch` is the window before this look. A leader that was late, slept or has
-    just taken over counts no run as unconfirmed before the whole patience has passed again."""
+    """Return the decisions that are due. `watch` is the window before this look. A leader that was late,
+    slept or has just taken over counts no run as unconfirmed before the whole patience has passed again."""
     since = extend_window(watch, now).since
     decisions: list[Decision] = []
     # Tasks that a decision of this batch writes: a second write of such a row would be refused.
@@ -90,7 +93,7 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
         moved |= {write.task.id for write in decision.tasks}
     for (holder, fence, rank), ended_at in world.unconfirmed.releasing.items():
         run = world.holder(holder, fence)
-        # A run that is asked to stop has a deadline, checked above.
+        # A run that is asked to stop has a deadline, which was checked above.
         has_notice = run is not None and run.is_active and stop_notice(run, rank)[1]
         if not has_notice and _is_over(ended_at, policy.kill_patience_seconds, since, now):
             decisions.append(_quarantine(world, holder, fence, rank, now))
@@ -99,16 +102,16 @@ def due(world: World, now: Instant, policy: Policy, watch: ObservationWindow | N
     expiring = world.expiring.due(now)
     for preemptor, pledges in world.pledges.items():
         if preemptor in expiring:
-            continue  # its expiry ends its pledges
+            continue  # the expiry of the preemptor ends its pledges
         deadline_at = max(pledge.deadline_at for pledge in pledges.values())
         moving_task = world.tasks.get(preemptor)
         is_late = _is_over(deadline_at, policy.pledge_patience_seconds, since, now)
         if moving_task is not None and moving_task.is_moving:
-            is_late = False  # while its run stops, it has had no turn
+            is_late = False  # the task has had no turn while its run stops
         if is_late:
             dissolved = _dissolve(world, preemptor, moved)
             decisions.append(dissolved)
-            moved |= {write.task.id for write in dissolved.tasks}  # a gang may free for several
+            moved |= {write.task.id for write in dissolved.tasks}  # a gang may free memory for several tasks
     decisions += [_expire(world, world.tasks[task], now) for task in expiring]
     return decisions
 
@@ -121,7 +124,8 @@ def _late_members(
     watch: ObservationWindow | None,
     but_not: Collection[Task],
 ) -> Iterator[Decision]:
-    """Yield what is due of running gangs with ranks that should have joined, or have left, by now."""
+    """Yield the decisions due for running gangs with ranks that should have joined or left by now. `but_not`
+    are tasks that have other decisions in this batch."""
     for name in sorted(set(world.active.due(now)) - {task.id for task in but_not}):
         task = world.tasks[name]
         if unready := _late(unready_members(task), now):
@@ -144,14 +148,15 @@ def _late(members: Iterable[Member], now: Instant) -> list[Member]:
 
 
 def _overdue(world: World, now: Instant, policy: Policy, since: Instant) -> list[Task]:
-    """Return the active tasks past a limit, or STOPPING past their grace period, ordered by id."""
+    """Return the active tasks that are past a time limit, or STOPPING and past their grace period, by id."""
     due = map(world.tasks.__getitem__, world.active.due(now))
     late = (task for task in due if now >= _limit_of(task, policy) and _was_waited_for(task, since, now))
     return sorted(late, key=lambda task: task.id)
 
 
 def _was_waited_for(task: Task, since: Instant, now: Instant) -> bool:
-    """True unless it is an external holder that could not renew its lease while no leader was listening."""
+    """Return False if the task is an external holder that could not renew its lease while no leader was
+    listening, else True."""
     match task.holder:
         case External(ttl_seconds) if task.state is not TaskState.STOPPING:
             return now >= since + ttl_seconds
@@ -175,8 +180,8 @@ def _start_limit_of(task: Task, policy: Policy) -> float:
 
 
 def _timeout_of(task: Task, policy: Policy) -> float:
-    """Return when the run's time limit ends. A run may hang before it reports its start: then the limit
-    counts from the latest possible start."""
+    """Return when the run's time limit ends. For a run that has not reported its start, because it may hang,
+    the limit counts from the latest possible start."""
     if task.admitted_at is None or task.timeout_seconds is None:
         return inf
     latest_start_at = task.admitted_at + policy.gang_start_seconds
@@ -194,7 +199,8 @@ def _is_kill_due(deadline_at: Instant | None, last: Instant, now: Instant) -> bo
 
 
 def _stop_for_time(world: World, task: Task, now: Instant, policy: Policy) -> Decision:
-    """The outcome is written with the stop notice; what the run still reports is added to it."""
+    """Stop a task that is past a time limit. The outcome is written with the stop notice; what the run still
+    reports is added to the outcome."""
     limit = _limit_of(task, policy)
     if _start_limit_of(task, policy) <= limit:
         reason = StopReason.START_TIMEOUT
@@ -254,14 +260,14 @@ def _attempts(task: Task) -> str:
 
 
 def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision:
-    """Move a task on whose run is not confirmed gone; its leases go into quarantine."""
+    """Move on a task whose run is not confirmed gone. The leases of the run go into quarantine."""
     leases = (lease for lease in world.leases_of(task) if lease.state is not LeaseState.QUARANTINED)
     next_move, changes = after_stop(task, now, policy)
     outcome = None
     match task.holder:
         case External():
             outcome = not_released(task, now)
-        case Model():  # not loaded again beside what is left of it
+        case Model():  # fail the model, so that it is not loaded again beside what is left of it
             next_move, changes = Move.FAILED, {"finished_at": now, "freeing_for": None}
             outcome = not_unloaded(task, now)
         case Run() | Gang() | WorkerSeat() | Inference():
@@ -278,14 +284,15 @@ def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision
 
 
 def _quarantine(world: World, holder: TaskId, fence: Fence, rank: int, now: Instant) -> Decision:
-    """A run has ended, and its process is not confirmed gone in time."""
+    """Quarantine the leases of a run that has ended, but whose process was not confirmed gone in time."""
     claim = world.leases[holder, fence]
     leases = (claim[key] for key in sorted(claim) if claim[key].rank == rank)
     return Decision(holder, "unconfirmed", leases=tuple(quarantine(lease, now) for lease in leases))
 
 
 def _dissolve(world: World, preemptor: TaskId, moved: Set[TaskId]) -> Decision:
-    """The preemptor is planned again; memory that its victims still free is no longer kept for it."""
+    """Dissolve the pledges of a preemptor, which is planned again. Memory that its victims still free is no
+    longer kept for it."""
     pledges = world.pledges[preemptor]
     victims = (world.tasks[name] for name in sorted(world.active.keys() - moved))
     return Decision(

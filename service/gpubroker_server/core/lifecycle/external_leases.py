@@ -1,4 +1,4 @@
-"""Leases of external holders: released by their own request, or by proof that their process is gone."""
+"""Leases of external holders, which end by the holder's request or by proof that its process is gone."""
 
 from typing import Any
 
@@ -22,18 +22,18 @@ from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
 _PROOFS = frozenset({Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED, Proof.NOT_YOUR_PROCESS})
-"""The proofs of an agent that end an external lease. That the agent does not know the holder proves nothing,
+"""The proofs of an agent that end an external lease. An agent that does not know the holder proves nothing,
 because it did not start the holder's process."""
 
 
 def begun(external: External, now: Instant) -> dict[str, Any]:
-    """Return what the admission changes besides the claim: the lease starts at once, and its whole time
-    counts from then."""
+    """Return what the admission changes besides the claim. The lease starts at once, and its whole time
+    counts from the admission."""
     return {"started_at": now, "deadline_at": Instant(now + external.ttl_seconds)}
 
 
 def watch_orders(world: World, task: Task, leases: list[Lease]) -> tuple[WatchOrder, ...]:
-    """Return the order to watch the holder's process; none if it named none."""
+    """Return the order to watch the holder's process; nothing if the holder named no process."""
     pid = pid_of(task)
     if pid is None or task.node is None:
         return ()
@@ -52,14 +52,15 @@ def pid_of(task: Task | None) -> int | None:
 
 
 def holders_on(world: World, node: NodeName) -> list[Task]:
-    """Holders with memory there, also those that should have left; ordered by id."""
+    """Return the external holders with memory on the node by id, including those that should have left."""
     leases = (h.lease for key in world.by_node.get(node, ()) for h in world.ledgers[key].holdings.values())
     names = {lease.holder for lease in leases if lease.holder_kind is HolderKind.EXTERNAL}
     return [world.tasks[TaskId(name)] for name in sorted(names)]
 
 
 def gone(update: TaskUpdate, world: World, report: Gone, now: Instant) -> None:
-    """Release what the process held, which is gone. If it was asked to leave, it has left."""
+    """Release the lease of a process that is proven gone. A holder that was asked to leave has then
+    succeeded; any other has failed."""
     if report.proof not in _PROOFS:
         return
     update.release_leases(report.fence, report.rank, report.proof)
@@ -76,7 +77,7 @@ def gone(update: TaskUpdate, world: World, report: Gone, now: Instant) -> None:
 
 
 def renew(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """Move the end of the lease. A lease that is asked to leave, or has ended, is not renewed."""
+    """Move the end of a lease. A lease whose holder is asked to leave, or that has ended, is not renewed."""
     match task.holder:
         case External(usual_seconds) if task.state in (TaskState.PENDING, TaskState.RUNNING):
             ttl_seconds = request.fields.get("ttl_seconds", usual_seconds)
@@ -87,8 +88,8 @@ def renew(task: Task, request: Request, now: Instant, done: Decision) -> Decisio
 
 
 def release(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """The holder says that it has left, whatever was asked of it before and also after its end. The audit log
-    names who said so of leases in quarantine."""
+    """Release the leases of a holder that says that it has left, in whatever state its task is. For leases in
+    quarantine the audit log names who said so."""
     if not isinstance(task.holder, External):
         return done
     if task.state is TaskState.PENDING:
@@ -107,7 +108,7 @@ def release(world: World, task: Task, request: Request, now: Instant, done: Deci
 
 
 def not_released(task: Task, now: Instant) -> Outcome:
-    """The outcome of a holder that was asked to leave and did not release its lease."""
+    """Return the outcome of a holder that was asked to leave and did not release its lease."""
     message = (
         f"it was asked to leave ({task.stop_cause or task.stop_reason}) and was not released; its memory "
         "counts as used until it is, or until its process is known to be gone: release it when the memory is "
@@ -117,8 +118,8 @@ def not_released(task: Task, now: Instant) -> Outcome:
 
 
 def _given_back(task: Task, now: Instant) -> Outcome:
-    """The outcome of a lease that was released. It replaces the one written when its holder was asked to
-    leave."""
+    """Return the outcome of a lease that was released. It replaces the outcome written when the holder was
+    asked to leave."""
     return Outcome(task.id, task.fence, Ending.SUCCEEDED, now)
 
 
@@ -135,7 +136,7 @@ def _failure(task: Task, proof: Proof) -> Failure:
 
 
 def _forget(world: World, task: Task) -> tuple[ForgetOrder, ...]:
-    """Return the order by which the lease's agent watches its process no longer."""
+    """Return the order that ends the agent's watch on the holder's process."""
     if pid_of(task) is None or task.node is None:
         return ()
     incarnation = world.nodes[task.node].incarnation

@@ -1,5 +1,5 @@
-"""Changes of a gang by reports. Its ranks begin together, stop when one fails, and some may join or leave
-while it runs."""
+"""Changes of a gang by reports. The ranks of a gang begin together and stop when one fails; ranks of an
+elastic gang may join or leave while it runs."""
 
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -30,15 +30,15 @@ from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.world import World
 
 _SETTLED = (StopReason.TIMEOUT, StopReason.DEADLINE, StopReason.OVERUSE, StopReason.RANK_FAILED)
-"""Reasons after which the outcome is final: another rank's success does not change it."""
+"""The stop reasons after which the outcome is final: another rank's success does not change it."""
 
 _TOLD = (StopReason.OVERUSE, StopReason.RANK_FAILED, StopReason.START_TIMEOUT)
-"""Reasons that say more than the report of rank 0 when it is stopped."""
+"""The stop reasons that say more than the report of rank 0 about its stop."""
 
 
 def ready(update: TaskUpdate, world: World, task: Task, report: Ready, at: Instant) -> None:
-    """The last rank to be ready starts all, or lets all in that join a running gang. A rank that repeats its
-    Ready gets its orders again."""
+    """Record that a rank is ready. The last rank to be ready starts the gang, or lets all joining ranks into
+    a running one. A rank that repeats its Ready gets its orders again."""
     member = members_of(task)[report.rank]
     if task.state is TaskState.RUNNING and member.is_joining:
         _go_on(
@@ -62,7 +62,8 @@ def ready(update: TaskUpdate, world: World, task: Task, report: Ready, at: Insta
 
 
 def beginning_orders(world: World, task: Task, member: Member) -> tuple[Order, ...]:
-    """Return what a rank at work may have missed: the ranks of its world, before it begins."""
+    """Return the orders that a rank at work may have missed: the list of the ranks at work, then the order to
+    begin."""
     world_order = (order for order in world_orders(world, task) if order.rank == member.rank)
     return (*world_order, go_order(world, task, member))
 
@@ -76,7 +77,8 @@ def go_order(world: World, task: Task, member: Member) -> GoOrder:
 def ended(
     update: TaskUpdate, world: World, report: Ended, outcome: Outcome, now: Instant, policy: Policy
 ) -> None:
-    """The result of a gang is rank 0's; its failure is that of the rank which failed first."""
+    """Record the end of a rank. The result of a gang is rank 0's; its failure is that of the rank which
+    failed first."""
     task = update.known
     member = members_of(task)[report.rank]
     update.move_leases(report.fence, report.rank, LeaseState.RELEASING)
@@ -97,20 +99,20 @@ def ended(
     else:
         update.outcome = _of_rank(outcome, report.rank)
         if report.failure is not None and report.failure.kind in WITHDRAWN:
-            # The reason to stop does not say that trying again would change nothing.
+            # The stop reason alone would allow retries, which would change nothing.
             update.move(Move.CHANGED, "not_allowed", max_retries=0)
         _stop_others(update, world, members, StopReason.RANK_FAILED, now, policy, _failure_of(member))
 
 
 def _costs_only_itself(task: Task, member: Member, *, succeeded: bool = False) -> bool:
-    """Return True if the gang goes on however the rank ended: it was asked to leave, or it came late and
+    """Return True if the gang goes on however the rank ended: the rank was asked to leave, or joined late and
     failed."""
     came_late = task.state is TaskState.RUNNING and member.is_late and (member.is_joining or not succeeded)
     return not member.takes_part or came_late
 
 
 def gone_early(member: Member, **changes: Any) -> Member:
-    """Return the member once it has left, or if it never came to be at work."""
+    """Return the member as one that has left, or that was never at work."""
     # `Member.changes_of_world` takes a late member with an address for one that has joined, so a member that
     # was never at work gets none.
     address = "" if member.is_joining else member.address
@@ -123,7 +125,7 @@ def gone_early(member: Member, **changes: Any) -> Member:
 def _succeeded(
     update: TaskUpdate, world: World, outcome: Outcome, members: tuple[Member, ...], rank: int
 ) -> None:
-    """Ranks that are joining are not needed any more."""
+    """Go on after a rank has succeeded. Ranks that are joining are no longer needed, and stop."""
     task = update.known
     if rank == 0:
         update.outcome = outcome
@@ -149,7 +151,7 @@ def _go_on(
 def _left(
     update: TaskUpdate, world: World, member: Member, at: Instant, now: Instant, policy: Policy
 ) -> None:
-    """The outcome of such a rank does not count."""
+    """Go on after a rank has left. The outcome of such a rank does not count."""
     task = update.known
     members = with_member(members_of(task), member)
     if task.state is TaskState.STOPPING:
@@ -180,7 +182,7 @@ def _ended_by_stop(
 def gone(
     update: TaskUpdate, world: World, report: Gone, killed: Failure, now: Instant, policy: Policy
 ) -> None:
-    """`killed`: the failure of a rank that ended without a report."""
+    """Record that a rank is confirmed gone. `killed` is the failure of a rank that ended without a report."""
     task = update.known
     member = members_of(task)[report.rank]
     if member.gone:
@@ -205,8 +207,8 @@ def gone(
 
 
 def node_lost(update: TaskUpdate, world: World, node: NodeName, now: Instant, policy: Policy) -> None:
-    """Give up the ranks on the node. If the gang can lose those that were at work, it goes on without them;
-    else the others stop."""
+    """Give up the ranks on the node. If the gang can lose those that were at work, it goes on without them.
+    Otherwise the other ranks stop."""
     task = update.known
     lost = [member for member in members_of(task) if member.node == node and not member.gone]
     at_work = {member.rank for member in lost if member.takes_part and not member.has_ended}
@@ -245,7 +247,7 @@ def _stop_others(
     policy: Policy,
     cause: str,
 ) -> None:
-    """Stop all ranks that still run; once each is gone, or given up, the gang moves on."""
+    """Stop all ranks that still run. Once each rank is gone, or given up, the gang moves on."""
     task = update.known
     until = Instant(now + task.grace_seconds)
     stopping = replace(task, holder=Gang(members), stop_reason=reason)
@@ -284,10 +286,10 @@ def stop_ranks(
     grace_seconds: Seconds | None = None,
     cause: str | None = None,
 ) -> tuple[TaskWrite, tuple[Order, ...]]:
-    """Ask ranks that a running gang can lose to stop, and send the others the list of those that remain. A
-    rank that was joining has nothing to save.
+    """Ask ranks that a running gang can lose to stop, and send the other ranks the list of those that remain.
 
-    `grace_seconds`: instead of the task's own. `cause`: if it is not the preemptor.
+    `grace_seconds` replaces the task's own grace period. `cause` says why the ranks stop if no preemptor
+    needs their room.
     """
     grace = task.grace_seconds if grace_seconds is None else grace_seconds
     until = Instant(now + grace)
@@ -309,7 +311,8 @@ def stop_order(
 
 
 def world_orders(world: World, task: Task) -> Iterator[WorldOrder]:
-    """Yield for each rank at work which ranks are at work; nothing if they are those of the start."""
+    """Yield for each rank at work the order that lists the ranks at work; nothing if they are those of the
+    start."""
     members = members_of(task)
     number, ranks = world_number(members), workers(members)
     has_grown = any(member.is_late for member in members)
@@ -321,8 +324,7 @@ def world_orders(world: World, task: Task) -> Iterator[WorldOrder]:
 
 
 def news_of_world(world: World, before: Task, after: Task) -> Iterator[Order]:
-    """Yield the orders after ranks have joined or left: all at work are told, and those that are new
-    begin."""
+    """Yield the orders after ranks have joined or left: all ranks at work are told, and new ranks begin."""
     members, past = members_of(after), members_of(before)
     if after.state is not TaskState.RUNNING or world_number(past) == world_number(members):
         return
@@ -333,7 +335,7 @@ def news_of_world(world: World, before: Task, after: Task) -> Iterator[Order]:
 
 
 def without_preemptor(task: Task, preemptor: TaskId) -> dict[str, Any]:
-    """The changes of a task and its ranks when this preemptor no longer waits for their memory."""
+    """Return the changes of a task and its ranks when this preemptor no longer waits for their memory."""
     changes: dict[str, Any] = {"freeing_for": None} if task.freeing_for == preemptor else {}
     if any(member.freeing_for == preemptor for member in members_of(task)):
         members = (
@@ -369,8 +371,11 @@ def give_up(world: World, task: Task, late: Collection[Member], now: Instant) ->
 
 
 def going_on(members: tuple[Member, ...], at: Instant) -> tuple[Move, dict[str, Any]]:
-    """The move of a running gang after a rank got ready, succeeded or left. It has succeeded when every rank
-    that took part has, and none is still leaving. Ranks that join do so together, when all are ready."""
+    """Return the move of a running gang after a rank became ready, succeeded or left, and the changed fields.
+
+    The gang has succeeded when every rank that took part has, and no rank is still leaving. Joining ranks
+    begin together, when all of them are ready.
+    """
     joining = [member for member in members if member.is_joining]
     if joining and all(member.address for member in joining):
         members = tuple(

@@ -1,5 +1,5 @@
-"""GPUs on which nothing new starts: closed for what their driver says, for runs that fail there, or by an
-operator."""
+"""GPUs on which nothing new starts, because their driver reports a fault, runs fail on them, or an operator
+has closed them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,8 +19,8 @@ REQUESTS = frozenset({"close_gpu", "reopen_gpu"})
 
 
 def by_health(world: World, sample: NodeSample, now: Instant) -> Iterator[Decision]:
-    """Close each GPU of a node whose driver says that it needs a reset, with its instances, and reopen those
-    of which it says that they no longer do."""
+    """Yield decisions that close each GPU of a node, with its instances, whose driver says that it needs a
+    reset, and that reopen those whose driver says that they no longer do."""
     for key in world.by_node.get(sample.node, ()) if sample.gpus else ():
         device = world.ledgers[key].device
         health = sample.gpus.get(device.parent or device.uuid)
@@ -34,24 +34,24 @@ def _follow(world: World, device: Device, health: GpuHealth, now: Instant) -> It
         yield _changed(device, None)
     elif fault is not None and (
         closure is None
-        # An operator has reopened it: only another fault closes it again.
+        # An operator has reopened the device: only another fault closes it again.
         or (closure.is_waived and (closure.cause, closure.detail) != (fault.cause, fault.detail))
     ):
         yield closed(world, device, Closure(fault.cause, fault.detail, fault.words, now))
 
 
 def by_failures(world: World, failing: Sequence[FailingGpu], now: Instant) -> Iterator[Decision]:
-    """Close the devices on which runs fail at once."""
-    for one in failing:
-        ledger = world.ledgers.get(one.device)
+    """Yield decisions that close the devices on which runs fail right after their start."""
+    for gpu in failing:
+        ledger = world.ledgers.get(gpu.device)
         if ledger is not None and ledger.device.closure is None:
-            reason = f"{one.times} runs in a row failed at once here: {', '.join(one.names)}"
+            reason = f"{gpu.times} runs in a row failed at once here: {', '.join(gpu.names)}"
             yield closed(world, ledger.device, Closure(FAILURES, "", reason, now))
 
 
 def closed(world: World, device: Device, closure: Closure, **more: Any) -> Decision:
-    """Return the decision that closes a device. Pledges there are dissolved: their tasks are planned again,
-    elsewhere."""
+    """Return the decision that closes a device. Pledges on the device are dissolved, and their tasks are
+    planned again for other devices."""
     return _changed(device, closure, pledges=dissolved_pledges(world, [device.key]), **more)
 
 
@@ -62,8 +62,8 @@ def _changed(device: Device, closure: Closure | None, done: Decision | None = No
 
 
 def carry_out(world: World, request: Request, now: Instant, done: Decision) -> Decision:
-    """Close or reopen a device for an operator. Reopening it although its fault is still there waives that
-    fault: it no longer closes the device."""
+    """Close or reopen a device for an operator. An operator who reopens a device that still has its fault
+    waives that fault, which then no longer closes the device."""
     ledger = world.ledgers.get(DeviceKey(request.task))
     if ledger is None:
         return done
@@ -82,8 +82,8 @@ def carry_out(world: World, request: Request, now: Instant, done: Decision) -> D
 
 
 def back_in_service(world: World, seen: NodeReport, rows: Sequence[Device]) -> dict[DeviceKey, Device]:
-    """Return the rows of devices that a reboot, or their return after they were lost, has reset. A closure by
-    an operator stays. `rows`: those that change anyway."""
+    """Return the rows of closed devices that were reset, by a reboot or since they return after they were
+    lost. A closure by an operator stays. `rows` are the device rows that change anyway."""
     node, changed = world.nodes.get(seen.node.name), {device.key: device for device in rows}
     is_booted = node is not None and node.boot_id != seen.node.boot_id
     opened = {}

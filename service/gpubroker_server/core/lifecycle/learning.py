@@ -1,7 +1,7 @@
 """Sizes and durations that are learned from runs and model loads.
 
-A model's size is the most that its device has more in use once it is loaded and answers its first requests. A
-load during which anything else on the device changes teaches nothing.
+A model's size is the greatest increase in its device's memory use, once the model is loaded and answers its
+first requests. A load during which anything else on the device changes teaches nothing.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ from gpubroker_server.core.world.ledger import NOISE_DIVISOR, DeviceLedger
 from gpubroker_server.core.world.world import World
 
 FILLED_SHARE = 0.7
-"""A run with a whole device that used more of it teaches no size: frameworks take most of what is there (JAX
-75 %, vLLM 90 %), whatever they need."""
+"""The share (0 to 1) of a whole device above which a run's use teaches no size: frameworks take most of what
+a device has (JAX 75 %, vLLM 90 %), whatever they need."""
 
 MAX_TOPICS = 10_000
-"""Number of topics above which the least recently updated are forgotten."""
+"""The number of topics above which the least recently updated are forgotten."""
 
 _OTHER_ENDS = frozenset({Move.REQUEUED, Move.FAILED, Move.CANCELLED, Move.EXPIRED})
 
@@ -38,20 +38,20 @@ def learn(
     """Add to each decision of a batch what is learned from the runs that it ends.
 
     A run that succeeded teaches its peak use of each kind of device, and its duration unless it resumed
-    earlier work. One that ended otherwise teaches its peak only where that exceeded its lease: otherwise no
-    later run would lease enough. Each rank of a gang teaches its use when it ends, the gang its duration.
+    earlier work. A run that ended otherwise teaches its peak use only where that exceeded its lease, so that
+    later runs lease enough. Each rank of a gang teaches its use when the rank ends, the gang its duration.
     """
-    known: dict[SketchKey, Sketch] = {}
+    sketches: dict[SketchKey, Sketch] = {}
     observed: list[Decision] = []
     for decision in decisions:
         lessons: list[Observation] = []
         for write in decision.tasks:
             for topic, value in _values(world, write):
-                sketch = known.get(topic) or world.learned.sketch(topic)
-                known[topic] = sketch.add(value)
-                lessons.append(Observation(topic, value, known[topic], now))
+                sketch = sketches.get(topic) or world.learned.sketch(topic)
+                sketches[topic] = sketch.add(value)
+                lessons.append(Observation(topic, value, sketches[topic], now))
         observed.append(replace(decision, lessons=tuple(lessons)) if lessons else decision)
-    if known and (forgotten := _too_many(world, known, most_topics)):
+    if sketches and (forgotten := _too_many(world, sketches, most_topics)):
         last = max(index for index, decision in enumerate(observed) if decision.lessons)
         observed[last] = replace(observed[last], forgotten=forgotten)
     return observed
@@ -70,16 +70,16 @@ def _values(world: World, write: TaskWrite) -> Iterator[tuple[SketchKey, float]]
             if lease.rank == rank and not took_all and (succeeded or peak > lease.mb):
                 peaks[device.kind] = max(peak, peaks.get(device.kind, 0))
         for kind in sorted(peaks):
-            if peaks[kind] > 0:  # else the run was over before its device was measured
+            if peaks[kind] > 0:  # the peak is 0 if the run was over before its device was measured
                 yield SketchKey(before.tenant, before.subject, kind, What.GPU_MB), peaks[kind]
     if isinstance(before.holder, WorkerSeat):
-        return  # how long it works says how many items there were
+        return  # the duration of a worker tells only how many items it had
     if write.what is Move.SUCCEEDED and (seconds := _run_seconds(after)) is not None:
         yield SketchKey(before.tenant, before.subject, kind_of_run(world, before), What.SECONDS), seconds
 
 
 def _ends(before: Task, write: TaskWrite) -> Iterator[tuple[int, bool]]:
-    """Yield (rank, whether it succeeded) of each run that ends with this. A rank that ends well after its
+    """Yield each rank that ends with this write, and whether it succeeded. A rank that ends well after its
     gang was asked to stop has succeeded only if the gang has."""
     succeeded = write.what is Move.SUCCEEDED
     if not isinstance(before.holder, Gang):
@@ -91,18 +91,19 @@ def _ends(before: Task, write: TaskWrite) -> Iterator[tuple[int, bool]]:
     ended = {member.rank: member.state for member in members if member.has_ended}
     for member in before.holder.members:
         state = ended.get(member.rank)
-        is_over = state is not None or not members  # of one that waits again all are
+        # A gang that waits again has no members: then all its ranks are over.
+        is_over = state is not None or not members
         if is_over and not member.has_ended:
             yield member.rank, at_work and state is MemberState.SUCCEEDED
 
 
 def kind_of_run(world: World, task: Task) -> str:
-    """The kind of its devices, by which durations are kept; empty if it has none."""
+    """Return the kind of the task's devices, by which durations are kept; empty if it has none."""
     return min((world.ledgers[lease.device].device.kind for lease in world.leases_of(task)), default="")
 
 
 def _run_seconds(task: Task) -> float | None:
-    """The duration of the whole work; None if it is not known."""
+    """Return the duration of the whole work in seconds; None if it is not known."""
     if task.started_at is None or task.finished_at is None:
         return None
     resumed = task.checkpoint_at is not None and task.checkpoint_at < task.started_at
@@ -110,24 +111,24 @@ def _run_seconds(task: Task) -> float | None:
 
 
 def _too_many(world: World, learning: dict[SketchKey, Sketch], most_topics: int) -> tuple[SketchKey, ...]:
-    known = world.learned.sketches
-    excess = len(known) + sum(topic not in known for topic in learning) - most_topics
-    idle = (topic for topic in known if topic not in learning)
+    sketches = world.learned.sketches
+    excess = len(sketches) + sum(topic not in sketches for topic in learning) - most_topics
+    idle = (topic for topic in sketches if topic not in learning)
     return tuple(islice(idle, max(0, excess)))
 
 
 WARM_SECONDS = Seconds(30.0)
-"""Growth within this time after its load counts as the model's size: many backends take most of their working
-memory with the first requests."""
+"""The time after its load during which growth counts as the model's size: many backends take most of their
+working memory with the first requests."""
 
 _DISTINGUISHABLE = HOLDERS_WITH_RUNS | {HolderKind.SERVER}
-"""Other holders with use that can be told from a model's growth: runs are measured by process, and a server
-grows only with its models."""
+"""The kinds of other holders whose use can be told from a model's growth: runs are measured by process, and a
+server grows only with its models."""
 
 
 def topic_of(tenant: str, model: str, kind: str, versions: Sequence[str] = ()) -> SketchKey:
-    """The topic of these versions of a model, loaded together, on a kind of device. Model names have no
-    slash: a model is a folder to its server."""
+    """Return the topic of these versions of a model, loaded together, on a kind of device. Model names have
+    no slash, because a model is a folder to its server."""
     subject = f"model {model}/{','.join(versions)}" if versions else f"model {model}"
     return SketchKey(tenant, subject, kind, What.GPU_MB)
 
@@ -140,10 +141,11 @@ def learned_mb(
     margin: float,
     versions: Sequence[str] = (),
 ) -> Mib | None:
-    """Return what to lease for the model on any of these kinds, with the margin.
+    """Return what to lease for the model on any of these kinds, with the margin; None if the model was never
+    measured.
 
-    None if it was never measured. `versions`: those that will be loaded, if known; without a
-    measurement of these, the last measured ones count.
+    `versions` are those that will be loaded, if known. If they were not measured, the versions that were
+    measured last count.
     """
     sketches = (_sketch(world, topic_of(tenant, model, kind, versions)) for kind in sorted(kinds))
     # As for tasks, a size must hold for 95 of 100 loads (ADR 34); the margin is for later, larger requests.
@@ -152,12 +154,12 @@ def learned_mb(
 
 
 def _sketch(world: World, topic: SketchKey) -> Sketch:
-    """The sketch of the topic, else of the versions of the model that were measured last."""
-    known = world.learned.sketches
-    if topic in known:
-        return known[topic]
+    """Return the sketch of the topic, or else that of the versions of the model that were measured last."""
+    sketches = world.learned.sketches
+    if topic in sketches:
+        return sketches[topic]
     model = _of_any_version(topic)
-    last_first = reversed(known.items())
+    last_first = reversed(sketches.items())
     return next((sketch for other, sketch in last_first if _of_any_version(other) == model), Sketch())
 
 
@@ -168,9 +170,9 @@ def _of_any_version(topic: SketchKey) -> tuple[str, ...]:
 class SizeAccuracy(Struct, frozen=True):
     server: str
     ratio: float
-    """The median of leased over measured: 1 is right, 2 is twice too much."""
+    """The median of leased over measured size: 1 is right, 2 is twice too much."""
     enough: float
-    """Share (0 to 1) of models with a lease that suffices."""
+    """The share (0 to 1) of models with a lease that suffices."""
 
 
 def unmeasurable(world: World, ledger: DeviceLedger, now: Instant, sample_period_seconds: Seconds) -> str:
@@ -187,9 +189,11 @@ def unmeasurable(world: World, ledger: DeviceLedger, now: Instant, sample_period
         for holding in ledger.holdings.values()
     ):
         return f"on {gpu} something else comes or goes, and would count as the model's; try again later"
-    known = _DISTINGUISHABLE if ledger.sample.foreign_mb is not None else frozenset[HolderKind]()
+    distinguishable = _DISTINGUISHABLE if ledger.sample.foreign_mb is not None else frozenset[HolderKind]()
     others = sorted(
-        world.tasks[TaskId(lease.holder)].name for lease in holders if lease.holder_kind not in known
+        world.tasks[TaskId(lease.holder)].name
+        for lease in holders
+        if lease.holder_kind not in distinguishable
     )
     if others:
         return f"on {gpu} the model could not be told from {', '.join(others)}; have them leave first"
@@ -197,10 +201,9 @@ def unmeasurable(world: World, ledger: DeviceLedger, now: Instant, sample_period
 
 
 def added(before: Sketch, after: Sketch) -> float | None:
-    """A value that the later sketch has and the earlier one has not, within the error; None if there is
-    none."""
-    known = dict(before.counts)
-    new = [(bucket, 1) for bucket, count in after.counts if count > known.get(bucket, 0)]
+    """Return a value that only the later sketch has, within the error of sketches; None if there is none."""
+    counts_before = dict(before.counts)
+    new = [(bucket, 1) for bucket, count in after.counts if count > counts_before.get(bucket, 0)]
     return Sketch(tuple(new)).quantile(1.0)
 
 
@@ -217,8 +220,8 @@ def size_accuracies(world: World) -> list[SizeAccuracy]:
         if measured_mb:
             ratios.setdefault(model.server, []).append(leases[0].mb / measured_mb)
     return [
-        SizeAccuracy(server, median(known), sum(ratio >= 1 for ratio in known) / len(known))
-        for server, known in sorted(ratios.items())
+        SizeAccuracy(server, median(of_server), sum(ratio >= 1 for ratio in of_server) / len(of_server))
+        for server, of_server in sorted(ratios.items())
     ]
 
 
@@ -227,35 +230,36 @@ class _Watch(Struct, frozen=True):
     device: DeviceKey
     used_mb: int
     others: dict[str, int]
-    """Lease key -> measured use of the device's other holders."""
+    """Maps the lease key of each other holder on the device to its measured use in MiB."""
     peak_mb: int = 0
-    """Peak use beyond `used_mb` since the load."""
+    """The peak use beyond `used_mb` since the load."""
     is_over: bool = False
-    """True if later growth would not be the model's, or could not be told apart."""
+    """True if later growth would not be the model's, or could not be told from that of others."""
 
 
 class _Look(Struct, frozen=True):
     at: Instant = Instant(inf)
     samples: Mapping[DeviceKey, DeviceSample | None] = field(default_factory=dict)
-    """The sample of each device at that look. By the next look, the newest sample of a device may have been
-    taken after an admission, and says nothing about the time before it."""
+    """The sample of each device at the instant `at`. It is kept because at the next look the newest sample of
+    a device may date from after an admission, and then says nothing about the time before it."""
 
 
 class ModelMeter:
-    """Measures the loads of models. It lives in the memory of one leader: a load that this leader did not see
-    from the beginning teaches nothing."""
+    """Measures the loads of models. The meter lives in the memory of one leader: a load that this leader did
+    not see from the beginning teaches nothing."""
 
     def __init__(self) -> None:
         self._watches: dict[TaskId, _Watch] = {}
         self._last = _Look()
 
     def measure(self, world: World, now: Instant, excluded: Collection[str] = ()) -> list[Decision]:
-        """Decisions with what was learned since; `excluded`: tasks with other decisions in this batch."""
-        known, self._watches = self._watches, {}
+        """Return decisions with what was learned since the last look. `excluded` are tasks with other
+        decisions in this batch."""
+        watches_before, self._watches = self._watches, {}
         decisions: list[Decision] = []
         sketches: dict[SketchKey, Sketch] = {}
         for task in world.models.live():
-            watch = known.get(task.id)
+            watch = watches_before.get(task.id)
             if watch is None or watch.fence != task.fence:
                 watch = _before(world, task, self._last)
             if watch is None:
@@ -270,12 +274,13 @@ class ModelMeter:
 
 
 def _before(world: World, task: Task, last: _Look) -> _Watch | None:
-    """The watch of a load, if the device was measured before and no other holder is arriving or leaving. A
-    quick load may be over at the first look since its admission."""
+    """Return the watch of a load, if the device was measured before it and no other holder is arriving or
+    leaving. A quick load may be over at the first look since its admission."""
     leases = world.leases_of(task)
     if len(leases) != 1 or task.admitted_at is None:
         return None
-    was_loaded = task.state is TaskState.RUNNING and task.started_at != task.admitted_at  # else adopted
+    # A model that the server already had was adopted: it started when it was admitted.
+    was_loaded = task.state is TaskState.RUNNING and task.started_at != task.admitted_at
     if task.state is not TaskState.ADMITTED and not (was_loaded and last.at <= task.admitted_at):
         return None
     device = leases[0].device
@@ -287,7 +292,7 @@ def _before(world: World, task: Task, last: _Look) -> _Watch | None:
 
 
 def _others(ledger: DeviceLedger, task: Task) -> dict[str, int] | None:
-    """Return the measured use of each other holder; None unless all are there to stay."""
+    """Return the measured use of each other holder; None if one of them is arriving or leaving."""
     others = {key: holding for key, holding in ledger.holdings.items() if holding.lease.holder != task.id}
     if any(holding.lease.state is not LeaseState.HELD or holding.is_leaving for holding in others.values()):
         return None
@@ -313,7 +318,7 @@ def _updated(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
         return replace(watch, is_over=True)
     peak_mb = max(watch.peak_mb, ledger.sample.used_mb - watch.used_mb)
     kinds = {ledger.holdings[key].lease.holder_kind for key in watch.others}
-    # Beside a model or an external lease only the first sample counts: later growth may be theirs.
+    # Beside another model or an external lease only the first sample counts: later growth may be that one's.
     is_warm = now >= task.started_at + WARM_SECONDS and not model_of(task).measured
     return replace(watch, peak_mb=peak_mb, is_over=is_warm or not kinds <= _DISTINGUISHABLE)
 
@@ -335,7 +340,8 @@ def _noise_mb(ledger: DeviceLedger) -> int:
 def _lessons(
     world: World, task: Task, watch: _Watch, sketches: dict[SketchKey, Sketch], now: Instant
 ) -> list[Decision]:
-    """`sketches`: updated by the decisions of this look; the last row of each topic stays."""
+    """Return the decision with what the load has taught, if anything. `sketches` has the sketches as the
+    decisions of this look have changed them, and is updated."""
     ledger = world.ledgers[watch.device]
     if watch.peak_mb <= _noise_mb(ledger):
         return []

@@ -1,7 +1,7 @@
-"""Models that a server has loaded without a lease: by hand, or at its start. And models of removed servers.
+"""Models that a server has loaded without a lease, by hand or at its start, and models of removed servers.
 
-A pending model gets leases where it is loaded, as far as they fit: no run is preempted for it. What an
-earlier holder of the same model left there without confirmation becomes its own.
+A pending model gets leases where it is loaded, if they fit: no run is preempted for it. It also takes over
+the leases in doubt that an earlier holder of the model left on the server.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,16 +32,17 @@ from gpubroker_server.core.world.world import World
 
 
 def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | None:
-    """Give a pending model leases where it is loaded. None while they would not fit: until then its use
-    counts as foreign. `task` has the address and the process of the server on which the model was seen."""
+    """Return the decision that gives a pending model leases where it is loaded; None while they would not
+    fit, so that its use counts as foreign. `task` has the address and the process of the server on which the
+    model was seen."""
     fence = world.next_fence(task)
     kind = holder_kind_of(task.holder)
     left = list(_left_there(world, task))
-    known = {device: Mib(0) for device in sorted({lease.device for lease in left})}
+    mb_left = {device: Mib(0) for device in sorted({lease.device for lease in left})}
     for lease in left:
-        known[lease.device] = max(known[lease.device], lease.mb)
+        mb_left[lease.device] = max(mb_left[lease.device], lease.mb)
     leases = [
-        _lease(task, fence, kind, world.ledgers[key].device, known[key], priority, now) for key in known
+        _lease(task, fence, kind, world.ledgers[key].device, mb_left[key], priority, now) for key in mb_left
     ]
     for ledger, mb in _rooms(world, task) if task.demand.gpus and not leases else ():
         lease = _lease(task, fence, kind, ledger.device, mb, priority, now)
@@ -55,7 +56,7 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
     begun: dict[str, Any] = {"node": min(nodes), "admitted_at": now, "started_at": now, "not_before": None}
     begun["holder"] = task.holder
     if task.held and task.expires_at is not None:
-        begun["expires_at"] = now  # not wanted by a request: once it leaves, it is not loaded again
+        begun["expires_at"] = now  # no request wants the model, so it is not loaded again once it leaves
     write = write_move(task, Move.STARTED, fence=fence, priority=priority, held=False, **begun)
     pledges = withdraw_pledges(world, task)
     given_back = (release(lease, Proof.HELD_ANEW) for lease in left)
@@ -63,8 +64,8 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
 
 
 def _left_there(world: World, task: Task) -> Iterator[Lease]:
-    """Yield the unconfirmed leases of earlier claims on the model at this server. The memory is still in use,
-    as the index says, and counts once."""
+    """Yield the unconfirmed leases of earlier claims on the model at this server. The index says that the
+    memory is still in use, and it must count only once."""
     terms = model_of(task)
     for other in world.models.on(terms.server, terms.address, terms.process):
         if model_of(other).model != terms.model:
@@ -75,16 +76,17 @@ def _left_there(world: World, task: Task) -> Iterator[Lease]:
 
 
 def _rooms(world: World, task: Task) -> list[tuple[DeviceLedger, Mib]]:
-    """The devices that the model may be on, with the MiB to lease there. Without a lease its memory counts as
-    foreign, so the devices with most foreign use, which come first, are the likeliest."""
-    found = [
+    """Return the devices that the model may be on, with the MiB to lease there, the likeliest device first.
+    Without a lease the model's memory counts as foreign, so the device with the most foreign use is the
+    likeliest."""
+    rooms = [
         (ledger, mb)
         for ledger in world.ledgers.values()
         if ledger.sample is not None
         and may_use_node(task.demand, world.nodes[ledger.device.node])
         and (mb := need_mb(task.demand, ledger.device)) is not None
     ]
-    return sorted(found, key=lambda room: (-room[0].foreign_mb, room[0].device.key))
+    return sorted(rooms, key=lambda room: (-room[0].foreign_mb, room[0].device.key))
 
 
 def _lease(
@@ -113,11 +115,12 @@ def _fits(ledger: DeviceLedger, lease: Lease, task: Task) -> bool:
 
 
 def follow_settings(world: World, servers: Mapping[str, str], now: Instant) -> list[Decision]:
-    """Follow servers that were renamed in the settings or taken out of them. `servers`: name -> address.
+    """Return the decisions for servers that were renamed in the settings or removed from them. `servers` maps
+    a name to an address.
 
-    A server is known by its address, so a renamed one keeps its models. The models of one that was taken out
-    may still be in memory: they count until its process is gone, an operator says that they are, or the
-    server is back in the settings and its index says so.
+    A server is identified by its address, so a renamed server keeps its models. The models of a removed
+    server may still be in memory. They count until the process of the server is gone, an operator says that
+    the models are gone, or the server is back in the settings and its index says so.
     """
     names, decisions = {address: name for name, address in servers.items() if address}, []
     for task in world.models.live():
@@ -139,13 +142,13 @@ def follow_settings(world: World, servers: Mapping[str, str], now: Instant) -> l
 
 def left_processes(world: World) -> frozenset[str]:
     """Return the processes of servers with models in quarantine."""
-    found = (task for task in world.models.known() if task.id in world.unconfirmed.quarantined)
-    return frozenset(process for task in found if (process := model_of(task).process))
+    models = (task for task in world.models.known() if task.id in world.unconfirmed.quarantined)
+    return frozenset(process for task in models if (process := model_of(task).process))
 
 
 def server_gone(world: World, process: str) -> list[Decision]:
-    """Release what the process's models left in quarantine: it is no longer in its memory; a new sample shows
-    whether it is free."""
+    """Return the decisions that release what the models of a server process left in quarantine, once the
+    process is gone. A new sample shows whether that memory is free."""
     decisions = []
     for task in world.models.known():
         leases = world.unconfirmed.quarantined.get(task.id, {})
@@ -156,8 +159,8 @@ def server_gone(world: World, process: str) -> list[Decision]:
 
 
 def base_released(world: World, task: Task, move: Move, now: Instant) -> Decision:
-    """The operator's settings no longer count what the server itself takes. The audit log says so, and only a
-    new sample makes that memory free."""
+    """Return the decision that ends a server's base cost, which the settings no longer name. The audit log
+    says so, and only a new sample makes that memory free."""
     update = TaskUpdate(world, task.id, now)
     update.release_leases(task.fence, 0, Proof.STATEMENT)
     update.move(move, "released", finished_at=now, freeing_for=None)

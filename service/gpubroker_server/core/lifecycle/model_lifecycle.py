@@ -1,8 +1,9 @@
-"""Models as holders of memory: what changes with their server's index, requests and time.
+"""Models as holders of memory, and their changes by their server's index, by requests and with time.
 
-A model is a task that waits, is loaded, stays and leaves. While it is wanted its priority is that of its
-requests, or one less than that of those which may have its memory, since preemption needs a strictly lower
-priority; afterwards -1, so that any task may take it.
+A model is a task that waits, is loaded, stays and leaves. While it is wanted, its priority is that of its
+requests. While it makes room, its priority is one less than that of the tasks that may have its memory, since
+preemption needs a strictly lower priority. Once it is no longer wanted, its priority is -1, so that any task
+may take its memory.
 """
 
 from collections.abc import Iterator
@@ -39,10 +40,10 @@ UNWANTED_PRIORITY = -1
 """The priority of a model that is not wanted, below that of any task."""
 
 MAX_USES = 64
-"""Uses that one request may report; a larger number counts as this."""
+"""The most uses that one request may report; a larger number counts as this."""
 
 WANTED_SHARE = 0.5
-"""A client that still wants a model repeats its request after this share of the time."""
+"""The share of the wanted time after which a client that still wants a model repeats its request."""
 
 
 def is_wanted(task: Task, now: Instant) -> bool:
@@ -50,14 +51,14 @@ def is_wanted(task: Task, now: Instant) -> bool:
 
 
 def is_asked_since_it_left(task: Task) -> bool:
-    """True unless it left for another holder and no request has come since."""
+    """Return False if the model left for another holder and no request has come since, else True."""
     terms = model_of(task)
     return terms.left_at is None or terms.usage.at >= terms.left_at
 
 
 def needs_want_request(task: Task, priority: int, now: Instant, *, queued: bool = False) -> bool:
-    """Return True if a request at this priority changes anything. `queued`: it is the highest of all queued
-    inferences."""
+    """Return True if a request at this priority changes anything. `queued` is True if the priority is the
+    highest of all queued inferences."""
     terms = model_of(task)
     if is_unasked(task) or (task.state is TaskState.PENDING and not is_asked_since_it_left(task)):
         return True
@@ -73,8 +74,8 @@ def needs_want_request(task: Task, priority: int, now: Instant, *, queued: bool 
 
 
 def _gives_way(terms: Model, now: Instant, *, queued: bool) -> bool:
-    """Return True if the model's priority may fall: it was not wanted at that one lately, or only by
-    inferences that no longer wait."""
+    """Return True if the model's priority may fall, because it was not wanted at that priority lately, or
+    only by inferences that no longer wait."""
     return (queued and terms.queued) or now >= _asked_until(terms)
 
 
@@ -83,7 +84,7 @@ def _asked_until(terms: Model) -> Instant:
 
 
 def standing(task: Task, now: Instant) -> int:
-    """Return the priority that a model has now."""
+    """Return the present priority of a model."""
     terms = model_of(task)
     if terms.pinned or not terms.model:
         return TOP_PRIORITY
@@ -93,8 +94,8 @@ def standing(task: Task, now: Instant) -> int:
 
 
 def due(world: World, now: Instant) -> list[Decision]:
-    """Priority changes of models that are no longer wanted, or pinned; and the end of base costs that the
-    settings of a server no longer name."""
+    """Return the priority changes that are due with time or after a change of pinning, and the ends of base
+    costs that the settings of a server no longer name."""
     decisions: list[Decision] = []
     for task in world.models.live():
         if task.state is TaskState.STOPPING and not model_of(task).model:
@@ -117,7 +118,7 @@ def seen(world: World, index: ServerIndex, now: Instant, policy: Policy) -> list
         terms = model_of(task)
         stage = index.stage_of(terms.model)
         if task.state is TaskState.PENDING and stage is ModelState.READY:
-            # One at a time, so that the next one sees the leases of this one.
+            # Adopt one model at a time, so that the next adoption sees the leases of this one.
             seen_task = replace(task, holder=_seen_at(terms, index))
             adopted = None if is_adopting else adopt(world, seen_task, standing(task, now), now)
             is_adopting = is_adopting or adopted is not None
@@ -147,7 +148,7 @@ def _follow(update: TaskUpdate, task: Task, index: ServerIndex, now: Instant, po
             took_seconds = Seconds(round(now - (task.admitted_at or now), 3))
             loaded = replace(
                 _seen_at(before, index),
-                # What is READY already is not loaded: taking no time says nothing about a load.
+                # A load that took no time found the model READY, and says nothing about the time of a load.
                 load_seconds=took_seconds or before.load_seconds,
                 versions=index.versions_of(before.model),
                 yields=False,
@@ -158,7 +159,7 @@ def _follow(update: TaskUpdate, task: Task, index: ServerIndex, now: Instant, po
         case TaskState.RUNNING, ModelState.READY if (seen := _seen_at(before, index)) != before:
             update.move(Move.CHANGED, "server_seen", holder=seen)
         case TaskState.PENDING, ModelState.ABSENT if task.held:
-            # It was loaded without a lease and waited for one; no request wants it.
+            # The model was loaded without a lease and waited for one; no request wants it.
             update.outcome = Outcome(task.id, task.fence, TaskState.EXPIRED, now, failure=_VANISHED)
             update.move(Move.EXPIRED, "vanished", finished_at=now)
         case TaskState.RUNNING, ModelState.ABSENT if is_wanted(task, now):
@@ -184,7 +185,7 @@ _VANISHED = Failure(
 
 
 def _orders_again(world: World, task: Task, stage: ModelState, now: Instant) -> Iterator[ModelOrder]:
-    """Load and unload orders may have been lost with an earlier leader."""
+    """Yield load and unload orders again, which may have been lost with an earlier leader."""
     if task.state is TaskState.ADMITTED and stage is ModelState.ABSENT:
         yield load_order(task, _room_of(world, task))
     elif task.state is TaskState.STOPPING and stage is ModelState.READY:
@@ -192,12 +193,13 @@ def _orders_again(world: World, task: Task, stage: ModelState, now: Instant) -> 
 
 
 def back_in_queue(task: Task, **changes: Any) -> dict[str, Any]:
-    """Requeue it with the priority of its requests."""
+    """Return the changes of a model that is requeued with the priority of its requests."""
     return requeued_fields(task, priority=model_of(task).asked_priority, **changes)
 
 
 def ended(update: TaskUpdate, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
-    """Note that the load failed or could not begin. What it left behind is free when the index says so."""
+    """Record that the load failed or could not begin. Its memory is free once the server's index no longer
+    lists the model."""
     update.move_leases(report.fence, 0, LeaseState.RELEASING)
     if task.state is TaskState.STOPPING:
         update.stopped("ended", policy)
@@ -211,8 +213,8 @@ def ended(update: TaskUpdate, task: Task, report: Ended, now: Instant, policy: P
 
 
 def want(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """A request for the model, or a number of uses since the last one. `doubted`: it is loaded, and answers
-    as if its process were gone."""
+    """Return the decision after a request for the model, or a report of its uses. A request that is `doubted`
+    says that the model is loaded, but answers as if its process were gone."""
     if not isinstance(task.holder, Model):
         return done
     fields = request.fields
@@ -224,7 +226,7 @@ def want(world: World, task: Task, request: Request, now: Instant, done: Decisio
             terms, int(fields["priority"]), used_at, wanted=is_wanted(task, now), queued="queued" in fields
         )
     changes: dict[str, Any] = {"holder": terms}
-    # A use before it left, reported late, is no reason to bring it back.
+    # A use before the model left, which is reported late, is no reason to bring the model back.
     if is_unasked(task) and (terms.left_at is None or used_at >= terms.left_at):
         changes |= {"holder": replace(terms, yields=False, left_at=now), "not_before": None}
     if task.expires_at is not None:
@@ -233,7 +235,7 @@ def want(world: World, task: Task, request: Request, now: Instant, done: Decisio
     priority = standing(after, now) if task.state is TaskState.RUNNING else terms.asked_priority
     if priority != task.priority:
         changes["priority"] = priority
-    if task.held:  # it was loaded without a lease, and is wanted now
+    if task.held:  # the model was loaded without a lease, and is wanted now
         changes["held"] = False
     orders: tuple[ModelOrder, ...] = ()
     if fields.get("doubted") and task.state is TaskState.RUNNING:
@@ -253,7 +255,7 @@ def _room_of(world: World, task: Task) -> tuple[tuple[DeviceKey, Mib], ...]:
 
 
 def pin(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """Pin or unpin it. A pinned model waits for its memory without limit."""
+    """Pin or unpin a model. A pinned model waits for its memory without limit."""
     if not isinstance(task.holder, Model):
         return done
     is_pinned = bool(request.fields["pinned"])
@@ -275,7 +277,7 @@ def _used(usage: ModelUsage, times: int, now: Instant) -> ModelUsage:
 
 
 def not_unloaded(task: Task, now: Instant) -> Outcome:
-    """The outcome of a model without a confirmed unload."""
+    """Return the outcome of a model without a confirmed unload."""
     message = (
         "its server was asked to unload it and still has it; its memory counts as used until the server's "
         "index says that it is gone: stop what still sends it requests, or restart the server"

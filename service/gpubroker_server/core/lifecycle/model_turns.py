@@ -1,9 +1,9 @@
-"""Turns of models: a model that no request needs makes room for others that wait, and one that is asked all
-the time makes room for its equals when its turn is over.
+"""Turns of models: a model that no request needs makes room for others that wait, and a model that is asked
+all the time makes room for others of its priority when its turn is over.
 
-An idle model makes room at once for an equal and for any model that a request asks for, and for a task of
-lower priority some time after its last request. Gateways know which models are in use. They are asked only
-while something waits that could have the memory.
+An idle model makes room at once for a task or model of its priority, and for any model that a request asks
+for. For a task of lower priority it makes room some time after its last request. Gateways know which models
+are in use. They are asked only while something waits that could have the memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,16 +30,16 @@ class _Rivals(Struct, frozen=True):
     """The waiting tasks and models that could have the memory of one model."""
 
     equal: bool = False
-    """A task or a model of the same priority."""
+    """True if a task or a model of the model's priority waits."""
     lower_model: int | None = None
-    """The lowest priority of the models below its own that a request asks for."""
+    """The lowest priority of the models that a request asks for, if it is below the model's."""
     lower_task: int | None = None
-    """The lowest priority of all that wait below its own."""
+    """The lowest priority of all that wait, if it is below the model's."""
 
 
 def is_contended(world: World, now: Instant, policy: Policy) -> bool:
-    """Return True if something waits for which a model would make room if it were idle, or nothing waits any
-    more for which one does."""
+    """Return True if something waits for which a model would make room if it were idle, or if a model makes
+    room."""
     return any(
         model_of(task).yields
         or rivals.equal
@@ -50,7 +50,7 @@ def is_contended(world: World, now: Instant, policy: Policy) -> bool:
 
 
 def turns(world: World, in_use: ModelsInUse, now: Instant, policy: Policy) -> list[Decision]:
-    """The models that make room for others from now on, or no longer do."""
+    """Return a decision for each model that makes room for others from now on, or no longer does."""
     wanted_later = {equivalence.demand.answered_by for equivalence in world.queue.classes.values()}
     decisions: list[Decision] = []
     for task, rivals in _contests(world):
@@ -77,8 +77,8 @@ def turns(world: World, in_use: ModelsInUse, now: Instant, policy: Policy) -> li
 
 
 def _making_room(task: Task, least_priority: int | None) -> Task:
-    """Return the model as one that makes room from this priority on, or for nothing; the same object if it
-    does so already."""
+    """Return the model as one that makes room from this priority on, or for nothing with None. If it does so
+    already, return the task itself."""
     terms = model_of(task)
     if least_priority is None:
         return replace(task, holder=replace(terms, yields=False)) if terms.yields else task
@@ -89,15 +89,17 @@ def _making_room(task: Task, least_priority: int | None) -> Task:
 
 def yields_to_tasks_at(world: World, task: Task, policy: Policy) -> Instant:
     """Return when a loaded model makes room for tasks of lower priority, if no request comes and gateways
-    know of none that came since the last report."""
+    know of no request since their last report."""
     used_at = max(model_of(task).usage.at, world.models.answered_at(model_of(task).model))
     return Instant(max(used_at, task.started_at or used_at) + policy.yields_to_tasks_seconds)
 
 
 def _yields_to_models_at(task: Task, policy: Policy) -> Instant:
-    """Return when an idle model may make room for one of lower priority: after its minimum residency. One
-    that has left before and was asked again keeps its memory for a turn, so that requests for the lower one
-    that come in its short pauses do not have the two loaded over and over."""
+    """Return when an idle model may make room for a model of lower priority: after its minimum residency.
+
+    A model that has left before and was asked again keeps its memory for a turn. Otherwise requests for the
+    lower model that come in its short pauses would have the two loaded over and over.
+    """
     assert task.started_at is not None
     terms = model_of(task)
     seconds = min_residency_seconds(terms.load_seconds, policy.min_residency_seconds)
@@ -107,7 +109,7 @@ def _yields_to_models_at(task: Task, policy: Policy) -> Instant:
 
 
 def _contests(world: World) -> Iterator[tuple[Task, _Rivals]]:
-    """Yield each model in memory that may make room, with those that wait for it."""
+    """Yield each model in memory that may make room, with its rivals."""
     held = [task for task in world.models.live() if _takes_turns(task)]
     if not held:
         return
@@ -121,8 +123,8 @@ def _rivals_of(task: Task, waiting: list[EquivalenceClass], models: list[Task], 
     if (place := _place_of(task, world)) is None:
         return _Rivals()
     asked_priority = model_of(task).asked_priority
-    near = [one for one in waiting if _could_have(one.demand, *place)]
-    priorities = {priority for one in near for groups in one.bands.values() for priority in groups}
+    rivals = [equivalence for equivalence in waiting if _could_have(equivalence.demand, *place)]
+    priorities = {priority for rival in rivals for groups in rival.bands.values() for priority in groups}
     lower_models = (model.priority for model in models if _could_have(model.demand, *place))
     return _Rivals(
         equal=asked_priority in priorities,
@@ -132,14 +134,14 @@ def _rivals_of(task: Task, waiting: list[EquivalenceClass], models: list[Task], 
 
 
 def never_leaves(task: Task) -> bool:
-    """True of a pinned model and of a server's base cost."""
+    """Return True for a pinned model and for a server's base cost."""
     terms = model_of(task)
     return terms.pinned or not terms.model
 
 
 def turn_ends_at(task: Task, priority: int, policy: Policy, *, is_model: bool) -> float:
-    """Return when a loaded model makes room at the latest for one of its own priority, and at the earliest
-    for a model of a lower one. Infinite for others that wait."""
+    """Return when a loaded model makes room at the latest for a waiter of its own priority, or at the
+    earliest for a model of a lower one; infinite for any other waiter."""
     terms = model_of(task)
     if task.started_at is None or never_leaves(task) or priority > terms.asked_priority:
         return inf
@@ -167,14 +169,14 @@ def _place_of(task: Task, world: World) -> tuple[Node, list[Device]] | None:
 
 
 def _is_asked_for(task: Task, world: World) -> bool:
-    """True of a model that waits for memory, for which no room is being made yet, and for which a request has
-    come since it was last in memory."""
+    """Return True for a model that waits for memory, for which no room is being made yet, and for which a
+    request has come since it was last in memory."""
     is_waiting = task.id in world.queue and task.id not in world.pledges
     return is_waiting and is_asked_since_it_left(task)
 
 
 def _could_have(demand: Demand, node: Node, devices: Sequence[Device]) -> bool:
-    """True if such a task may be placed on one of these devices of the node."""
+    """Return True if such a task may be placed on one of these devices of the node."""
     return any(
         may_use_node(part, node) and any(may_use_device(part, device) for device in devices)
         for part in demand.bundles or (demand,)

@@ -1,4 +1,4 @@
-"""Memory in quarantine: the proof that each holder waits for, and an operator's statement in its place."""
+"""Memory in quarantine: the proof that ends each quarantine, and an operator's statement in its place."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -16,7 +16,7 @@ from gpubroker_server.core.world.world import World
 
 
 class Quarantined(Struct, frozen=True):
-    """A run or other holder that is not confirmed gone; its memory counts as used."""
+    """A run or other holder that is not confirmed gone, so that its memory counts as used."""
 
     kind: HolderKind
     holder: str
@@ -27,16 +27,16 @@ class Quarantined(Struct, frozen=True):
     since: Instant
     leases: tuple[Lease, ...]
     awaits: tuple[Proof, ...]
-    """Proofs of which any ends the quarantine; the likeliest first."""
+    """The proofs of which any ends the quarantine; the likeliest is first."""
     message: str
 
 
 def quarantined(world: World, holder: str | None = None) -> list[Quarantined]:
     """Return the runs in quarantine, of one holder or of all, the longest in quarantine first."""
-    known = world.unconfirmed.quarantined
-    leases = known.values() if holder is None else [known.get(holder, {})]
-    found = [run for of_holder in leases for run in _runs(world, of_holder.values())]
-    return sorted(found, key=lambda run: (run.since, run.holder, run.attempt, run.rank))
+    by_holder = world.unconfirmed.quarantined
+    leases = by_holder.values() if holder is None else [by_holder.get(holder, {})]
+    runs = [run for of_holder in leases for run in _runs(world, of_holder.values())]
+    return sorted(runs, key=lambda run: (run.since, run.holder, run.attempt, run.rank))
 
 
 def _runs(world: World, leases: Iterable[Lease]) -> Iterator[Quarantined]:
@@ -109,7 +109,7 @@ def _server_process(world: World, lease: Lease) -> str:
 
 
 def removed(world: World) -> list[Decision]:
-    """End quarantine on removed devices: nothing can be held there."""
+    """Return the decisions that end quarantine on removed devices, where nothing can be held."""
     decisions = []
     for holder, leases in sorted(world.unconfirmed.quarantined.items()):
         removed_leases = [
@@ -122,8 +122,8 @@ def removed(world: World) -> list[Decision]:
 
 
 def seen_in_use(world: World, lease: Lease, now: Instant, period_seconds: Seconds) -> int:
-    """Return the MiB that the lease's processes were recently measured to use: no statement makes these free.
-    What an agent measured before it fell silent says nothing about its node since."""
+    """Return the MiB that the lease's processes were recently measured to use. No statement makes them free.
+    A measurement from before an agent fell silent says nothing about the time since."""
     ledger = world.ledgers[lease.device]
     if ledger.sample is None or ledger.is_stale(now, period_seconds):
         return 0
@@ -133,8 +133,9 @@ def seen_in_use(world: World, lease: Lease, now: Instant, period_seconds: Second
 
 
 def attest(world: World, request: Request, now: Instant, period_seconds: Seconds, done: Decision) -> Decision:
-    """An operator states that the holder of these leases is gone. Those that are still in quarantine and not
-    measured to be in use are released. The audit log records who said so, and why."""
+    """Return the decision after an operator's statement that the holder of these leases is gone. Leases that
+    are still in quarantine and not measured to be in use are released. The audit log records who made the
+    statement, and why."""
     wanted = frozenset(request.fields["leases"])
     leases = world.unconfirmed.quarantined.get(request.task, {})
     left = tuple(
@@ -150,21 +151,22 @@ def attest(world: World, request: Request, now: Instant, period_seconds: Seconds
 
 
 PROBE_SECONDS = Seconds(60.0)
-"""An agent that finds a process gone reports it once by itself. A repeated question costs it a look at its
-machine and delays orders to it."""
+"""The time between two questions to one node. It is long, because an agent that finds a process gone reports
+it by itself, and each question costs the agent a look at its machine and delays orders to it."""
 
 
 class QuarantineProbe:
     """Chooses the nodes to ask again about leases in quarantine, since the report that ends a quarantine may
-    have been lost. It lives in the memory of one leader; `at` is in seconds by a monotonic clock."""
+    have been lost. The probe lives in the memory of one leader. `at` is in seconds by a monotonic clock."""
 
     def __init__(self) -> None:
         self._since: dict[NodeName, MonotonicSeconds] = {}
-        """Node -> the time at which such leases were first noticed on it, or at which it was last asked."""
+        """Maps a node to the time at which quarantined leases were first noticed on it, or it was last
+        asked."""
 
     def due(self, world: World, at: MonotonicSeconds) -> list[NodeName]:
-        """The nodes to ask now, if their agents answer; the others are reconciled when an agent answers
-        again."""
+        """Return the nodes with answering agents that are to be asked now. Other nodes are reconciled when an
+        agent answers again."""
         self._since = {node: self._since.get(node, at) for node in _in_doubt(world)}
         due = sorted(node for node, since in self._since.items() if at - since >= PROBE_SECONDS)
         self._since |= dict.fromkeys(due, at)
@@ -189,10 +191,10 @@ class _Wait(NamedTuple):
 
 class SampleRequests:
     """Chooses the nodes that are to measure their devices at once, because memory was released there that
-    must be seen free. It lives in the memory of one leader; `at` is in seconds by a monotonic clock.
+    must be seen free. It lives in the memory of one leader. `at` is in seconds by a monotonic clock.
 
-    A sample may be too old by a hair, as the database's clock and the node's are compared over a network:
-    then the node is asked again, each time after twice the time. Samples come now and then anyway.
+    A sample may be slightly too old, because the clocks of the database and of the node are compared over a
+    network. The node is then asked again, each time after twice the time. Periodic samples come anyway.
     """
 
     def __init__(self) -> None:

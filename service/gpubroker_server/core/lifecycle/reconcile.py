@@ -1,4 +1,4 @@
-"""Reconcile the rows of a node with its agent's answer; the agent's answer wins."""
+"""Reconcile the rows of a node with its agent's answer. Where the two differ, the answer wins."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated
@@ -35,9 +35,11 @@ from gpubroker_server.core.world.world import World
 
 
 def take_over(world: World) -> Decision | None:
-    """The first decision of a term: no node takes anything before its agent has answered this term. After
-    that, starts that an older term ordered can no longer arrive, because agents refuse lower terms: the
-    answer proves what never started."""
+    """Return the first decision of a term, which closes every node until its agent has answered this term.
+
+    Once an agent has answered, starts that an older term ordered can no longer arrive, because agents refuse
+    lower terms. Therefore the answer proves what never started.
+    """
     ready = (node for name, node in sorted(world.nodes.items()) if node.ready)
     nodes = tuple(replace(node, ready=False, version=node.version + 1) for node in ready)
     return Decision("cluster", "take_over", nodes=nodes) if nodes else None
@@ -52,18 +54,18 @@ class NodeRules(Struct, frozen=True):
     reserve_cpu: Amount = 0.0
     reserve_memory_mb: NonNegativeMib = Mib(0)
     reserve_mb: Annotated[Mapping[str, NonNegativeMib], alone("*")] = field(default_factory=dict)
-    """UUID or number of a device -> reserve; `*` is each other device."""
+    """Maps the UUID or number of a device to its reserve; `*` stands for each other device."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the node. They win over those of the agent."""
+    """The labels of the node, which win over those of the agent."""
 
 
 class InventoryRules(Struct, frozen=True):
     cluster: str
     reserve_mb: Mib = Mib(0)
     declared_foreign_mb: Mapping[str, Mib] = field(default_factory=dict)
-    """Declared foreign memory of each GPU, by node name or by kind. The node's number wins."""
+    """The declared foreign memory of each GPU, by node name or by kind. The amount of the node wins."""
     node_custom: tuple[tuple[str, float], ...] = ()
-    """Amounts of the custom resources that each node has for itself, sorted by name."""
+    """The amounts of the custom resources that each node has for itself, sorted by name."""
     nodes: Mapping[str, NodeRules] = field(default_factory=dict)
     kinds: tuple[GpuKind, ...] = ()
 
@@ -72,16 +74,16 @@ class InventoryRules(Struct, frozen=True):
 
 
 def never_joined(world: World, rules: InventoryRules) -> list[str]:
-    """Nodes that the operator's rules name, and that have not been seen; sorted."""
+    """Return the nodes that the operator's rules name and that have not been seen, by name."""
     return sorted(rules.nodes.keys() - world.nodes.keys())
 
 
 def reconcile(
     world: World, seen: NodeReport, now: Instant, policy: Policy, rules: InventoryRules
 ) -> list[Decision]:
-    """Return the decisions after a node's report: first the node and its devices, then one decision per task
-    with a missing run, then orders. Runs that only rows know are gone; runs that only the agent knows are
-    killed."""
+    """Return the decisions after a node's report: first one for the node and its devices, then one per task
+    with a missing run, then one with orders. Runs that only rows know are gone; runs that only the agent
+    knows are killed."""
     decisions = []
     nodes, devices = _node_row(world, seen, rules), _device_rows(world, seen, rules)
     opened = gpu_closures.back_in_service(world, seen, devices)
@@ -95,7 +97,7 @@ def reconcile(
     absent = apply_reports(world, _absences(world, seen), now, policy)
     absent = [replace(decision, orders=tuple(_still_of_use(decision.orders, seen))) for decision in absent]
     decisions += [decision for decision in absent if not decision.is_empty()]
-    # What a running gang was told before is not repeated to ranks that these decisions stop.
+    # Earlier orders to a running gang are not repeated to ranks that these decisions stop.
     stopped = {
         write.task.id
         for decision in absent
@@ -114,7 +116,7 @@ def reconcile(
 
 
 def _node_row(world: World, seen: NodeReport, rules: InventoryRules) -> tuple[Node, ...]:
-    """The operator, not the agent, says whether it is cordoned."""
+    """Return the node's row if it has changed. The operator, not the agent, decides on the cordon."""
     known, agents, node_rules = world.nodes.get(seen.node.name), seen.node, rules.of(seen.node.name)
     row = replace(
         agents,
@@ -124,7 +126,7 @@ def _node_row(world: World, seen: NodeReport, rules: InventoryRules) -> tuple[No
         labels=tuple(sorted({**dict(agents.labels), **node_rules.labels}.items())),
         cpu=max(0.0, (node_rules.cpu or agents.cpu) - node_rules.reserve_cpu),
         memory_mb=Mib(max(0, (node_rules.memory_mb or agents.memory_mb) - node_rules.reserve_memory_mb)),
-        # An agent that says 0 takes nothing, whatever the rules say.
+        # A node whose agent reports 0 runs takes nothing, whatever the rules say.
         max_runs=(node_rules.max_runs or agents.max_runs) if agents.max_runs else 0,
     )
     if known is None:
@@ -157,14 +159,14 @@ def _device_rows(world: World, seen: NodeReport, rules: InventoryRules) -> tuple
 
 
 def _gone_devices(world: World, seen: NodeReport) -> Iterator[Device]:
-    """Devices in the rows of this node that its agent no longer finds. One that it does not know of yet stays
-    as it is, and takes nothing new without samples."""
+    """Yield the rows of devices that the node's agent no longer finds. While the agent's list is incomplete,
+    no device counts as gone; a device without samples takes nothing new."""
     if not seen.complete:
         return
-    found = {device.uuid for device in seen.devices}
+    reported = {device.uuid for device in seen.devices}
     for key in world.by_node.get(seen.node.name, ()):
         device = world.ledgers[key].device
-        if device.present and device.uuid not in found:
+        if device.present and device.uuid not in reported:
             yield replace(device, present=False, version=device.version + 1)
 
 
@@ -191,7 +193,7 @@ def _device(seen: NodeReport, device: ReportedDevice, rules: InventoryRules) -> 
 
 
 def _absences(world: World, seen: NodeReport) -> Iterator[Gone]:
-    """A Gone for each claim in the rows of this node that its agent does not know."""
+    """Yield a Gone for each claim in the rows of this node that its agent does not know."""
     known = world.nodes.get(seen.node.name)
     if known is None:
         return
@@ -210,9 +212,9 @@ def _absences(world: World, seen: NodeReport) -> Iterator[Gone]:
             yield Gone(task.id, task.fence, seen.at, node_proof or Proof.PROCESS_ABSENT, rank=rank)
         elif node_proof or not known.ready:
             # The node was closed until this answer, so no start was sent meanwhile, and the agent refuses
-            # those of earlier terms and incarnations: one that it has not seen never reaches it (ADR 7).
+            # starts of earlier terms and incarnations. A start that it has not seen never reaches it (ADR 7).
             yield Gone(task.id, task.fence, seen.at, node_proof or Proof.NEVER_STARTED, rank=rank)
-        # Otherwise this agent has answered this term before, and the start may be on its way to it.
+        # Otherwise this agent has answered this term before, and the start may be on its way to the agent.
     for holder, fence, rank in _claims_on(world, seen):
         if (holder, fence, rank) not in listed | expected:
             yield Gone(holder, fence, seen.at, node_proof or Proof.PROCESS_ABSENT, rank=rank)
@@ -241,7 +243,7 @@ def _active_on(world: World, seen: NodeReport) -> list[tuple[Task, int]]:
 
 
 def _claims_on(world: World, seen: NodeReport) -> list[RunId]:
-    """Claims with memory on this node, also of tasks that have moved on or ended."""
+    """Return the claims with memory on this node, including those of tasks that have moved on or ended."""
     ledgers = (world.ledgers[key] for key in world.by_node.get(seen.node.name, ()))
     leases = (holding.lease for ledger in ledgers for holding in ledger.holdings.values())
     runs = (lease for lease in leases if lease.holder_kind in HOLDERS_WITH_RUNS)
@@ -249,8 +251,8 @@ def _claims_on(world: World, seen: NodeReport) -> list[RunId]:
 
 
 def _still_of_use(orders: Iterable[AnyOrder], seen: NodeReport) -> Iterator[AnyOrder]:
-    """Yield the orders without those to runs that this node's agent does not know. When a gang loses a rank
-    here, its ranks on other nodes are asked to stop."""
+    """Yield the orders, except those to runs of this node that its agent does not know. Orders to other nodes
+    remain: when a gang loses a rank here, its ranks elsewhere are asked to stop."""
     listed = set(seen.runs)
     for order in orders:
         if not isinstance(order, Order) or order.node != seen.node.name:
@@ -260,7 +262,7 @@ def _still_of_use(orders: Iterable[AnyOrder], seen: NodeReport) -> Iterator[AnyO
 
 
 def _orders_again(world: World, seen: NodeReport, now: Instant) -> Iterator[Order]:
-    """Stop, go and watch orders may have been lost with the leader or the agent."""
+    """Yield the stop, go and watch orders again, which may have been lost with the leader or the agent."""
     listed = set(seen.runs)
     for external in external_leases.holders_on(world, seen.node.name):
         for watch in external_leases.watch_orders(world, external, world.leases_of(external)):
@@ -287,7 +289,8 @@ def _gang_orders_again(world: World, task: Task, member: Member, now: Instant) -
 
 
 def _unwanted(world: World, seen: NodeReport) -> Iterator[Order]:
-    """Kill runs of tasks that ended, moved on or are unknown: their outcome is not accepted."""
+    """Yield the orders that kill runs of tasks which have ended, moved on or are unknown. The outcome of such
+    runs is not accepted."""
     name, incarnation = seen.node.name, seen.node.incarnation
     wanted = {(task.id, task.fence, rank) for task, rank in _active_on(world, seen)}
     wanted |= {(external.id, external.fence, 0) for external in external_leases.holders_on(world, name)}

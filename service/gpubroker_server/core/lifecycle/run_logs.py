@@ -1,4 +1,4 @@
-"""The output of runs: which logs are asked for now, and what is done with what agents tell."""
+"""The output of runs: which logs are wanted now, and which parts of logs from agents are kept."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.world.world import World
 
 FOLLOWED_SECONDS = Seconds(5.0)
-"""The time after which the logs of a gateway that has not repeated them are not followed any more."""
+"""The time after which logs are no longer followed for a gateway that has not asked for them again."""
 
 
 class FollowedLogs(Struct, frozen=True):
@@ -19,14 +19,14 @@ class FollowedLogs(Struct, frozen=True):
     gateway: str
     at: Instant
     since: Mapping[LogName, Instant]
-    """Log -> the time at which its newest reader came."""
+    """Maps a log to the time at which its newest reader came."""
 
 
 class WantedLog(Struct, frozen=True):
     node: NodeName
     since: Instant
-    """The time at which the newest reader came. The reader waits for what the log has then, even if it is
-    nothing."""
+    """The time at which the newest reader came. The reader waits for the content of the log at that time,
+    even if it is empty."""
 
 
 class KnownLog(Struct, frozen=True):
@@ -38,7 +38,7 @@ class KnownLog(Struct, frozen=True):
 
 
 def wanted_logs(world: World, followed: Iterable[FollowedLogs], now: Instant) -> dict[LogName, WantedLog]:
-    """The logs that somebody reads, of runs that may go on printing."""
+    """Return the logs that somebody reads, of runs that may still print."""
     wanted: dict[LogName, WantedLog] = {}
     for gateway in followed:
         if gateway.at <= now - FOLLOWED_SECONDS:
@@ -46,15 +46,14 @@ def wanted_logs(world: World, followed: Iterable[FollowedLogs], now: Instant) ->
         for log, since in gateway.since.items():
             node = _node_of(world, log)
             if node is not None:
-                known = wanted.get(log)
-                wanted[log] = WantedLog(node, since if known is None else max(since, known.since))
+                other = wanted.get(log)
+                wanted[log] = WantedLog(node, since if other is None else max(since, other.since))
     return wanted
 
 
 def is_kept(logged: Logged, known: KnownLog, wanted: WantedLog | None) -> bool:
-    """Return True if the part is to be kept. A part that was sent before is not, nor is an empty answer that
-    no reader waits for, nor one that comes late: the whole log of a run that has ended may be kept by
-    then."""
+    """Return True if the part is to be kept. A part that was sent before is not kept, nor an empty answer
+    that no reader waits for, nor a late part: by then the whole log of the ended run may be kept."""
     if logged.is_final:
         return True
     if wanted is None or logged.first_byte < known.end_byte:
@@ -63,7 +62,8 @@ def is_kept(logged: Logged, known: KnownLog, wanted: WantedLog | None) -> bool:
 
 
 def cut_between(logged: Logged, limit_bytes: int) -> tuple[int, int] | None:
-    """The bytes of the log that are not kept any more: all but the first and the last half of the limit."""
+    """Return the range of bytes of the log that is dropped, if the log exceeds the limit. The first and the
+    last bytes stay, each up to half of the limit."""
     half = limit_bytes // 2
     return (half, logged.end_byte - half) if logged.end_byte > limit_bytes else None
 

@@ -46,7 +46,7 @@ from gpubroker_server.core.lifecycle.task_update import TaskUpdate, TaskUpdates
 from gpubroker_server.core.world.world import World
 
 _NODE_PROOFS = frozenset({Proof.BOOT_CHANGED, Proof.AGENT_RESTARTED})
-"""The run was lost with its node or its agent; no retry is used up."""
+"""The proofs that a run was lost with its node or its agent. Such a loss uses up no retry."""
 
 _KILLED = Failure(
     "killed", "the process ended without a report: it was killed or it crashed; its log may say why"
@@ -56,16 +56,18 @@ _STOPPED_UNASKED = Failure(
 )
 
 INFERENCE_REFUSED = "inference_refused"
-"""Failure kind of an inference that its model refuses: repeating it would change nothing."""
+"""The failure kind of an inference that its model refuses. It is not retried, since a retry would be refused
+too."""
 
 LOST_RETRIES = 3
-"""An inference is sent again at least this often if its server breaks off, since the request is rarely at
-fault; one that brings its server down each time still ends."""
+"""The least number of retries of an inference whose server breaks off, since the request is rarely at fault.
+The number is finite, so that a request which brings its server down each time ends."""
 
 AGE_SHARE = 0.25
+"""The share of its age after which an inference that its server could not take is sent again."""
+
 AGAIN_MOST_SECONDS = 30.0
-"""An inference that its server could not take is sent again after this share of its age, at most
-AGAIN_MOST_SECONDS."""
+"""The longest pause, in seconds, before an inference that its server could not take is sent again."""
 
 
 _NO_ARRAYS: Mapping[TaskId, array_items.ArrayWork] = MappingProxyType({})
@@ -78,8 +80,8 @@ def apply_reports(
     policy: Policy,
     arrays: Mapping[TaskId, array_items.ArrayWork] = _NO_ARRAYS,
 ) -> list[Decision]:
-    """Return at most one decision per task, in order of its first report, then one per lost node. `arrays`,
-    by id, is changed."""
+    """Return at most one decision per task, in order of its first report, then one per lost node. `arrays`
+    maps the id of an array to its work, which reports change."""
     updates = TaskUpdates(world, now)
     nodes: dict[NodeName, Decision] = {}
     for report in reports:
@@ -124,7 +126,7 @@ def apply_reports(
 
 
 def _started(update: TaskUpdate, report: Started, now: Instant) -> None:
-    """A gang starts once all its ranks are ready."""
+    """Record that the process of a run has started. A gang starts only once all its ranks are ready."""
     task = update.live(report.fence, report.rank)
     if task is None:
         return
@@ -203,7 +205,8 @@ def _run_ended(
 
 
 def _ended_by_stop(update: TaskUpdate, world: World, task: Task, report: Ended, at: Instant) -> None:
-    """The task moves on at the proof that its process is gone; the outcome is kept now."""
+    """Keep the outcome of a run that ended after its stop notice. The task moves on once its process is
+    proven to be gone."""
     if report.ending is Ending.NEVER_STARTED:
         return
     stop_reason = task.stop_reason
@@ -227,7 +230,8 @@ def _gone(update: TaskUpdate, world: World, report: Gone, now: Instant, policy: 
 
 
 def _run_gone(update: TaskUpdate, world: World, report: Gone, now: Instant, policy: Policy) -> None:
-    # Before the look at the task: an earlier claim, or one of a task that has ended, may still hold leases.
+    # Release first, whatever the task's state: an earlier claim, or that of a task that has ended, may still
+    # hold leases.
     update.release_leases(report.fence, report.rank, report.proof)
     task = update.live(report.fence, report.rank)
     if task is None:
@@ -255,7 +259,8 @@ def _requeue(update: TaskUpdate, reason: str, **changes: Any) -> None:
 def _give_up_node(
     world: World, report: NodeLost, updates: TaskUpdates, now: Instant, policy: Policy
 ) -> dict[NodeName, Decision]:
-    """Return, by node, how it is closed; nothing if another incarnation was lost."""
+    """Give up the runs of a lost node, and return the decision that closes it, by node. If another
+    incarnation of the node was lost, return nothing."""
     node = world.nodes.get(report.node)
     if node is None or node.incarnation != report.incarnation:
         return {}
@@ -264,7 +269,8 @@ def _give_up_node(
 
 
 def _give_up_runs(world: World, node: Node, updates: TaskUpdates, now: Instant, policy: Policy) -> None:
-    """Processes on a lost node may still run: every lease there goes into quarantine until there is proof.
+    """Give up the runs of a lost node. Their processes may still run, so every lease on the node goes into
+    quarantine until its holder is proven to be gone.
 
     External holders release their leases themselves, and a model server's index says what it still holds.
     """
@@ -287,13 +293,14 @@ def _give_up_runs(world: World, node: Node, updates: TaskUpdates, now: Instant, 
             case Run() | WorkerSeat():
                 _requeue(update, "node_lost")
             case External() | Model() | Inference():
-                pass  # no agent runs it
+                pass  # no agent runs these
             case _:
                 assert_never(task.holder)
 
 
 def _close(world: World, node: Node) -> dict[NodeName, Decision]:
-    """The node takes nothing new, and pledges on it are dissolved."""
+    """Return the decision that closes the node to new work and dissolves the pledges on it, if there is
+    anything to change."""
     pledges = dissolved_pledges(world, (node_key(node.name), *world.by_node.get(node.name, ())))
     if not node.ready and not pledges:
         return {}
@@ -302,7 +309,8 @@ def _close(world: World, node: Node) -> dict[NodeName, Decision]:
 
 
 def dissolved_pledges(world: World, devices: Iterable[DeviceKey]) -> tuple[PledgeWrite, ...]:
-    """The end of all pledges of every task that waits for room on these devices, or nodes (`node_key`)."""
+    """Return the end of all pledges of every task that waits for room on these devices. A node is given as
+    its `node_key`."""
     lost = frozenset(devices)
     waiting = [preemptor for preemptor, pledges in world.pledges.items() if lost & pledges.keys()]
     return tuple(
@@ -332,7 +340,8 @@ def _failure_of(report: Ended) -> Failure:
 
 
 def _credible(at: Instant, task: Task, now: Instant) -> Instant:
-    """An agent's clock may be wrong: clamp to the time between admission and now."""
+    """Return a time that an agent reported, limited to the time between start or admission and now, because
+    the agent's clock may be wrong."""
     earliest = task.started_at or task.admitted_at or now
     return Instant(min(max(at, earliest), now))
 
@@ -366,6 +375,6 @@ def _with_retries(task: Task, report: Ended) -> Task:
 
 
 def _again_at(task: Task, now: Instant, policy: Policy) -> Instant:
-    """Return the time of the next try: soon at first, and later the longer it has been tried."""
+    """Return the time of the next try. The pause grows with the age of the inference."""
     pause = min(AGAIN_MOST_SECONDS, AGE_SHARE * (now - task.submitted_at))
     return Instant(now + max(policy.retry_first_seconds, pause))

@@ -1,12 +1,12 @@
 """Detection of silent nodes, and of the cases in which the leader may declare them lost.
 
-The runs of a lost node are requeued and its memory goes into quarantine. So no node is declared lost by a
-leader that was itself not listening, nor while no node at all is heard, nor when too many fall silent at
-once: then the network or the leader is likelier at fault. Detection pauses until they are heard again, or
-until an operator lets it go on.
+The runs of a lost node are requeued and its memory goes into quarantine. Therefore no node is declared lost
+by a leader that was itself not listening, nor while no node at all is heard, nor when too many nodes fall
+silent at once: the network or the leader is then likelier at fault. Detection pauses until the nodes are
+heard again, or until an operator resumes it.
 
-What the cluster's own control service says of a node is believed, because it hears the nodes by connections
-of its own. A control service that was restarted knows no node at first. A silent node that has not joined it
+The reports of the cluster's own control service are believed, because it hears the nodes by connections of
+its own. A control service that was restarted knows no node at first. A silent node that has not joined it
 again UNLISTED_SECONDS later is believed lost if another node has.
 """
 
@@ -21,18 +21,18 @@ from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.world.world import World
 
 NODE_PATIENCE_SECONDS = 30.0
-"""The time for which a new term waits for the agent of a node with runs before it declares the node lost: the
-agent may have to be started first."""
+"""The time for which a new term waits for the agent of a node with runs before it declares the node lost. It
+is long, because the agent may have to be started first."""
 
 UNLISTED_SECONDS = 70.0
-"""The time for which a control service that came back waits for its nodes. By Ray's defaults a node that has
-lost the service ends itself after 60 s."""
+"""The time for which nodes may take to join a control service that came back. By Ray's defaults a node that
+has lost the service ends itself after 60 s."""
 
 LISTING_SECONDS = 15.0
-"""The time after which a control service of which nothing is heard is away."""
+"""The time after which a control service that is not heard counts as away."""
 
 RECENT_SECONDS = 30.0
-"""Nodes that are lost within this time count as lost at once."""
+"""The time within which several lost nodes count as lost at once."""
 
 
 class PausedDetection(HeldBack, frozen=True):
@@ -44,8 +44,8 @@ class PausedDetection(HeldBack, frozen=True):
 
 
 class HeartbeatMonitor:
-    """The signs of life that one leader has heard of its nodes. It lives in the leader's memory; `at` is in
-    seconds by a clock that never jumps and runs while the machine sleeps."""
+    """The signs of life that one leader has heard of its nodes. The monitor lives in the leader's memory.
+    `at` is in seconds by a clock that never jumps and runs while the machine sleeps."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -54,25 +54,25 @@ class HeartbeatMonitor:
         self._since: float | None = None
         self._checked_at = 0.0
         self._reported_dead: dict[NodeName, NodeLost] = {}
-        """Nodes that are reported as lost, and not yet declared lost."""
+        """The nodes that are reported as lost, and not yet declared lost."""
         self._allowed: set[NodeName] = set()
-        """An operator allows declaring these lost."""
+        """The nodes that an operator allows to declare lost."""
         self._unlisted_since: dict[NodeName, float] = {}
-        """Known nodes that are not in the newest listing."""
+        """Maps a known node that is not in the newest listing to the time since which it is not."""
         self._listing_since = self._listed_at = -inf
-        """The time since which listings have come without a gap, and the time of the newest."""
+        """The time since which listings have come without a gap, and the time of the newest listing."""
         self._gone: list[tuple[float, NodeName, int]] = []
-        """(when, node, its number of runs) of nodes declared lost."""
+        """The nodes declared lost: the time, the node and its number of runs."""
         self.paused: PausedDetection | None = None
 
     def heard(self, node: NodeName, at: float) -> None:
         self._heard[node] = at
         self._reported_dead.pop(node, None)
-        # What an operator allowed was about the silence that ends here, not about a later one.
+        # An operator's permission applies to the silence that ends here, not to a later one.
         self._allowed.discard(node)
 
     def listed(self, nodes: Collection[NodeName], world: World, at: float) -> None:
-        """The control service answers, and has these nodes."""
+        """Record that the control service answers and lists these nodes."""
         if at - self._listed_at > LISTING_SECONDS:
             self._listing_since = at
         self._listed_at = at
@@ -86,8 +86,8 @@ class HeartbeatMonitor:
     def report_dead(
         self, reports: Sequence[NodeLost], world: World, at: float, now: Instant
     ) -> list[NodeLost]:
-        """Take reports that nodes are dead. Returns the nodes declared lost now. What an unconfirmed report
-        says is judged again at each check until the node is heard."""
+        """Take reports that nodes are dead, and return the nodes declared lost now. An unconfirmed report is
+        judged again at each check until the node is heard."""
         fresh = [report for report in reports if _is_current(world, report)]
         confirmed = [report for report in fresh if report.confirmed]
         for report in confirmed:
@@ -100,8 +100,8 @@ class HeartbeatMonitor:
         return confirmed + self._judge([report.node for report in others], world, at, now)
 
     def check(self, world: World, at: float, now: Instant, *, listening: bool) -> list[NodeLost]:
-        """The nodes declared lost now. To be called more often than agents send heartbeats: after a gap, or
-        while not `listening`, it waits for the whole patience again."""
+        """Return the nodes declared lost now. Call this more often than agents send heartbeats: after a gap,
+        or while not `listening`, the whole patience must pass again."""
         if self._since is None or not listening or at - self._checked_at > self._policy.beat_seconds:
             self._since = at
         self._checked_at = at
@@ -112,7 +112,8 @@ class HeartbeatMonitor:
         return self._judge([*late, *self._reported_dead], world, at, now)
 
     def late(self, world: World, at: float, now: Instant) -> dict[NodeName, Instant]:
-        """Answering nodes that were silent for more than two heartbeats, with when they were last heard."""
+        """Return the nodes that have answered this term and have been silent for more than two heartbeats,
+        each with the instant at which it was last heard."""
         longest = 2 * self._policy.beat_seconds
         silences = self._silences(world, at)
         return {node: Instant(now - silence) for node, silence in silences if silence > longest}
@@ -134,7 +135,7 @@ class HeartbeatMonitor:
         return [self._declare_lost(name, world, at, now) for name in lost]
 
     def _why_paused(self, names: Sequence[NodeName], world: World, at: float) -> str | None:
-        """Return the reason for which the nodes may not be at fault; None if nothing speaks for that."""
+        """Return the reason for which the nodes may not be at fault; None if there is none."""
         if not names:
             return None
         missed = self._missed(names, world, at)
@@ -155,8 +156,8 @@ class HeartbeatMonitor:
         )
 
     def _not_back(self, world: World, at: float) -> set[NodeName]:
-        """Nodes that have not joined the control service again, though others have. Declaring them lost costs
-        work at most: their runs are fenced, and what these hold stays in quarantine."""
+        """Return the nodes that have not joined the control service again, though others have. A wrong
+        declaration costs only work: the runs are fenced, and their memory stays in quarantine."""
         listed = world.nodes.keys() - self._unlisted_since.keys()
         is_joined = any(self._heard.get(name, -inf) > self._listing_since for name in listed)
         if at - self._listed_at > LISTING_SECONDS or not is_joined:
@@ -168,8 +169,8 @@ class HeartbeatMonitor:
         }
 
     def _missed(self, names: Sequence[NodeName], world: World, at: float) -> set[NodeName]:
-        """Return these nodes and all others that are late. Nodes that go at the same moment are missed within
-        one interval."""
+        """Return these nodes and all others that are late. Nodes that fail at the same moment are missed
+        within one interval."""
         late = {n for n, silence in self._silences(world, at) if silence > self._patience / 2}
         return late | set(names)
 
@@ -207,9 +208,9 @@ class HeartbeatMonitor:
 
 
 def nodes_without_answer(world: World, since: Instant, now: Instant) -> list[NodeLost]:
-    """Nodes with runs that have not answered this term, though others have: while no agent answers, the
-    leader is cut off, and giving up runs would free nothing. `since`: when it began to listen without a
-    gap."""
+    """Return the nodes with runs that have not answered this term, though others have. While no agent
+    answers, the leader is cut off, and giving up runs would free nothing. `since` is the instant since which
+    the leader has listened without a gap."""
     if now < since + NODE_PATIENCE_SECONDS or not any(node.ready for node in world.nodes.values()):
         return []
     nodes = (world.nodes[name] for name in sorted(world.runs) if world.runs[name])
@@ -221,7 +222,8 @@ def nodes_without_answer(world: World, since: Instant, now: Instant) -> list[Nod
 
 
 def _is_current(world: World, report: NodeLost) -> bool:
-    """A report about an agent that was replaced says nothing."""
+    """Return True if the report is about the node's present agent. A report about a replaced agent says
+    nothing."""
     node = world.nodes.get(report.node)
     return node is not None and node.incarnation == report.incarnation
 
@@ -231,7 +233,7 @@ def _runs_on(world: World, node: NodeName) -> int:
 
 
 def heard_nodes(world: World, silent: Collection[str]) -> dict[NodeName, bool]:
-    """Return whether the leader hears the agent of each node that is expected. `silent`: those that it
-    misses."""
+    """Return, for each node that is expected, whether the leader hears its agent. `silent` are the nodes that
+    the leader misses."""
     expected = (node for node in world.nodes.values() if node.ready or node.draining_since is None)
     return {node.name: node.ready and node.name not in silent for node in expected}

@@ -1,4 +1,5 @@
-"""The ways to ask a run to stop, also for overuse, and the changes of its task once the run has stopped."""
+"""The ways to ask a run to stop, for overuse among others, and the changes of its task once it has
+stopped."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -34,7 +35,7 @@ AnyStopOrder = StopOrder | UnloadOrder | DropOrder
 _COME_BACK = (StopReason.PREEMPT, StopReason.MOVE, StopReason.RANK_LOST)
 
 START_RETRIES = 3
-"""A gang that was not ready in time is started again this often, even if it has fewer retries."""
+"""The least number of retries of a gang that was not ready in time, even if its task has fewer."""
 
 
 def requeued_fields(task: Task, **changes: Any) -> dict[str, Any]:
@@ -52,14 +53,14 @@ def give_notice(
     cause: str | None = None,
     **changes: Any,
 ) -> tuple[TaskWrite, tuple[AnyStopOrder, ...]]:
-    """Move an ADMITTED or RUNNING task to STOPPING. Returns its row and the orders to send."""
+    """Move an ADMITTED or RUNNING task to STOPPING, and return its row and the orders to send."""
     notice = {"stop_reason": reason, "stop_deadline_at": Instant(now + grace_seconds)}
     write = write_move(task, Move.STOPPING, **changes, **notice, **with_cause(task, cause))
     return write, orders_to_leave(world, write.task, grace_seconds)
 
 
 def with_cause(task: Task, cause: str | None) -> dict[str, Any]:
-    """Return the change of the task's cause, if it changes: an earlier notice may have left one."""
+    """Return the change of the task's cause, if it changes. An earlier notice may have left another cause."""
     return {} if cause == task.stop_cause else {"stop_cause": cause}
 
 
@@ -74,8 +75,9 @@ def cancel_pending(world: World, task: Task, now: Instant, done: Decision) -> De
 
 
 def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
-    """Return how a STOPPING task moves on when its runs are gone or given up. A preemption, a move or a lost
-    rank uses up no retry; an external holder does not come back, a model does while it is wanted."""
+    """Return the move of a STOPPING task whose runs are gone or given up, and the changed fields. A
+    preemption, a move or a lost rank uses up no retry. An external holder does not come back; a model does
+    while it is wanted."""
     match task.holder:
         case Model() as model:
             return _after_unload(task, model, now)
@@ -88,10 +90,11 @@ def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str
 def _after_run(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
     match task.stop_reason:
         case StopReason.PREEMPT:
-            # A worker that its set wants no more is held from its notice on; it made room for no task.
+            # A held task is a worker that its set no longer wants. It made room for no task, so the
+            # preemption does not count.
             return Move.REQUEUED, requeued_fields(task, preemptions=task.preemptions + (not task.held))
         case StopReason.MOVE:
-            # The reason stays: by it the planner knows that the task goes to the room kept for it only.
+            # The reason stays, and tells the planner that the task only goes to the room kept for it.
             moved = {"preemptions": task.preemptions + 1, "stop_reason": StopReason.MOVE}
             return Move.REQUEUED, requeued_fields(task, **moved)
         case StopReason.RANK_LOST:
@@ -115,9 +118,9 @@ def _after_unload(task: Task, model: Model, now: Instant) -> tuple[Move, dict[st
         changes: dict[str, Any] = {
             "preemptions": task.preemptions + 1,
             "priority": model.asked_priority,
-            "holder": replace(model, left_at=now),  # it queues behind those that waited when it left
+            "holder": replace(model, left_at=now),  # queue the model behind those that wait now
         }
-        if model.yields:  # a request that needs it says so, and then it takes its turn
+        if model.yields:  # the model waits until a request needs it, and then takes its turn
             changes["not_before"] = task.expires_at
         return Move.REQUEUED, requeued_fields(task, **changes)
     return Move.SUCCEEDED, {"finished_at": now, "freeing_for": None}
@@ -126,7 +129,7 @@ def _after_unload(task: Task, model: Model, now: Instant) -> tuple[Move, dict[st
 def after_failure(
     task: Task, at: Instant, now: Instant, policy: Policy, cause: RetryOn = RetryOn.FAILURE
 ) -> tuple[Move, dict[str, Any]]:
-    """Return how a task moves on when its run failed at `at`, which may be past."""
+    """Return the move of a task whose run failed at `at`, which may be past, and the changed fields."""
     failures = task.failures + 1
     if failures > _retries_of(task, cause):
         return Move.FAILED, {"failures": failures, "finished_at": at, "freeing_for": None}
@@ -135,7 +138,7 @@ def after_failure(
 
 
 def will_requeue(task: Task) -> bool:
-    """True if a STOPPING task comes back once its runs are gone."""
+    """Return True if a STOPPING task is requeued once its runs are gone."""
     if task.stop_reason is StopReason.TIMEOUT:
         return task.failures < _retries_of(task, RetryOn.TIMEOUT)
     if task.stop_reason in (StopReason.RANK_FAILED, StopReason.START_TIMEOUT):
@@ -149,13 +152,14 @@ def _retries_of(task: Task, cause: RetryOn) -> int:
 
 
 def _is_retried_on(task: Task, cause: RetryOn) -> bool:
-    """True if the cause uses a retry. A worker of an array always comes back: the results of its items are
-    stored, and its next run goes on."""
+    """Return True if the task is retried after this cause. A worker of an array always is: the results of its
+    items are stored, and its next run continues."""
     return isinstance(task.holder, WorkerSeat) or cause in task.retry_on
 
 
 def timeout_failure(task: Task, reason: StopReason | None) -> Failure | None:
-    """The failure of a run that was stopped at a time limit, whatever else it reports."""
+    """Return the failure of a run that was stopped at a time limit, whatever else it reports; None for
+    another reason."""
     match reason:
         case StopReason.TIMEOUT:
             return Failure("timeout", f"the run passed its limit of {task.timeout_seconds:g} s")
@@ -191,7 +195,7 @@ def orders_to_leave(world: World, task: Task, grace_seconds: Seconds) -> tuple[A
         case Inference():
             return (DropOrder(task.id, task.fence),)
         case External():
-            return ()  # it releases its lease by itself
+            return ()  # an external holder releases its lease by itself
         case _:
             assert_never(task.holder)
 
@@ -207,14 +211,14 @@ def stop_orders(world: World, task: Task, grace_seconds: Seconds) -> tuple[StopO
 
 
 def forget_order(world: World, task: Task, rank: int) -> ForgetOrder:
-    """The agent may drop what it keeps of this run of an active task."""
+    """Return the order that lets the agent drop what it keeps of this run of an active task."""
     node = node_of(task, rank)
     return ForgetOrder(task.id, task.fence, node, world.nodes[node].incarnation, rank)
 
 
 def overuse_decisions(world: World, now: Instant, policy: Policy) -> list[Decision]:
-    """Mark each lease that its run exceeds, once; by policy, stop the run. One that is not RUNNING, or is
-    asked to stop, is left alone."""
+    """Return decisions that mark each lease that its run exceeds, once, and stop the run if the policy says
+    so. A run that is not RUNNING, or is asked to stop, is left alone."""
     over: dict[TaskId, list[str]] = defaultdict(list)
     for key, holding in world.learned.above.items():
         lease = holding.lease

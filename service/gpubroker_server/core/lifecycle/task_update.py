@@ -22,9 +22,11 @@ from gpubroker_server.core.world.world import World
 
 
 class TaskUpdate:
-    """One task with the leases of all its claims, after the reports read so far. The store guards each row by
-    its version, so a decision writes a row once: the last move that changed the state wins, changed fields
-    add up, and a lease goes to its final state in one step."""
+    """One task with the leases of all its claims, after the reports read so far.
+
+    The store guards each row by its version, so a decision writes a row once: the last move that changed the
+    state wins, changed fields add up, and a lease goes to its final state in one step.
+    """
 
     def __init__(self, world: World, task: TaskId, now: Instant) -> None:
         self._id = task
@@ -43,7 +45,7 @@ class TaskUpdate:
         self.orders: list[Order] = []
 
     def live(self, fence: Fence, rank: int = 0) -> Task | None:
-        """Return the task if it is active and this fence is its newest claim and has this rank; else the
+        """Return the task if it is active and its newest claim has this fence and this rank; None if the
         report is stale."""
         task = self.task
         if task is None or not task.is_active or task.fence != fence:
@@ -56,7 +58,7 @@ class TaskUpdate:
 
     @property
     def known(self) -> Task:
-        """The task of a report that was found to be about a known one."""
+        """The task, if the report is about a task that the World knows."""
         assert self.task is not None
         return self.task
 
@@ -68,18 +70,19 @@ class TaskUpdate:
         self.why = why
 
     def stopped(self, why: str, policy: Policy) -> None:
-        """Note that the runs are gone or given up after a stop notice."""
+        """Move the task on once its runs are gone or given up after a stop notice."""
         next_move, changes = after_stop(self.known, self._now, policy)
         self.move(next_move, why, **changes)
 
     def failed(self, task: Task, at: Instant, policy: Policy) -> None:
-        """Move the task on after a failed run. `task`: the task, with the retries that it has after this
-        failure."""
+        """Move the task on after a failed run. `task` is the task with the retries that this kind of failure
+        allows."""
         next_move, changes = after_failure(task, at, self._now, policy)
         self.move(next_move, "ended" if next_move is Move.FAILED else "retry", **changes)
 
     def move_leases(self, fence: Fence, rank: int, state: LeaseState, proof: Proof | None = None) -> None:
-        """Bring the leases of one run forward to `state`; leases already there or further stay."""
+        """Bring the leases of one run forward to `state`. A lease that has reached this state or a later one
+        stays."""
         for lease in self._world.leases.get((self._id, fence), {}).values():
             if lease.rank != rank:
                 continue
@@ -91,7 +94,8 @@ class TaskUpdate:
         self.move_leases(fence, rank, LeaseState.RELEASED, proof)
 
     def clear_freeing_for(self, fence: Fence) -> None:
-        """Memory of a claim that ended in this batch is free in this batch too."""
+        """Clear the preemptor of a claim that ended in this batch, since its memory is free in this batch
+        too."""
         task = self.task
         if self._what is not None and task is not None and task.fence == fence and task.freeing_for:
             self._changes["freeing_for"] = None
@@ -124,7 +128,7 @@ class TaskUpdate:
 
 
 class TaskUpdates(dict[TaskId, TaskUpdate]):
-    """The updates of one batch, in order of first mention; a missing one is created."""
+    """The updates of one batch, in order of first mention. A missing update is created on access."""
 
     def __init__(self, world: World, now: Instant) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Worker sets: what clients ask of a set, how many workers it shall have, which come and which leave."""
+"""Worker sets: the requests about a set, the number of its workers, and which workers come and leave."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil
@@ -29,16 +29,16 @@ from gpubroker_server.core.world.world import World
 REQUESTS = frozenset({"form", "scale", "signal"})
 
 STABLE_SECONDS = Seconds(600.0)
-"""The time at work after which the failures of a worker are forgotten: its next restart waits as briefly as
-its first."""
+"""The time at work after which the failures of a worker are reset, so that its next restart waits as briefly
+as its first."""
 
 _LEAVES = {TaskState.PENDING: 0, TaskState.STOPPING: 1, TaskState.ADMITTED: 2, TaskState.RUNNING: 3}
-"""The order in which workers leave: first those that have the least to lose."""
+"""The order in which workers leave: those that have the least to lose leave first."""
 
 
 def carry_out(world: World, known: WorkerSet | None, request: Request) -> Decision:
-    """Settle a request about a worker set. `known`: the set as earlier requests of the batch left it. A
-    request changes nothing if the set is over, or if it is to be formed and is there already."""
+    """Settle a request about a worker set. `known` is the set as earlier requests of the batch left it. A
+    request changes nothing if the set is over, or if it asks to form a set that exists."""
     rows: tuple[WorkerSetWrite, ...] = ()
     match request.what, known:
         case "form", None:
@@ -52,7 +52,7 @@ def carry_out(world: World, known: WorkerSet | None, request: Request) -> Decisi
 
 
 def _rewritten(known: WorkerSet, after: WorkerSet) -> tuple[WorkerSetWrite, ...]:
-    """Nothing if nothing changed."""
+    """Return the write of the changed set; nothing if nothing changed."""
     hot = ("least", "most", "count", "signal")
     names = tuple(name for name in hot if getattr(after, name) != getattr(known, name))
     return (WorkerSetWrite(after, "changed", names),) if names else ()
@@ -61,8 +61,8 @@ def _rewritten(known: WorkerSet, after: WorkerSet) -> tuple[WorkerSetWrite, ...]
 def scaled(
     workers: WorkerSet, count: int | None = None, least: int | None = None, most: int | None = None
 ) -> WorkerSet:
-    """Return the set with these bounds: what is given holds where it can; the rest follows it. Bounds follow
-    a count only where nothing scales the set."""
+    """Return the set with the requested count and bounds. Values that were not given are adjusted so that
+    least <= count <= most. Bounds follow a count only if nothing scales the set."""
     follows = None if workers.scaling is not None else count
     most = max(workers.most, least or 0, follows or 0) if most is None else most
     most = min(most, len(workers.workers))
@@ -73,22 +73,23 @@ def scaled(
 
 
 DOWN_SHARE = 0.8
-"""The share of the target below which fewer workers are wanted: at the target itself, the next call would
-bring the worker back."""
+"""The share of the target below which fewer workers are wanted. It is less than 1, because at the target
+itself the next call would bring the worker back."""
 
 
 class Autoscaler:
-    """Chooses the number of workers of sets. It lives in the memory of one leader: the next leader waits
-    again before it takes workers away."""
+    """Chooses the number of workers of sets. The autoscaler lives in the memory of one leader: the next
+    leader waits again before it takes workers away."""
 
     def __init__(self) -> None:
         self._low_since: dict[TaskId, Instant] = {}
-        """Worker set -> the time since which fewer workers would be enough."""
+        """Maps a worker set to the instant since which fewer workers would be enough."""
 
     def count(
         self, workers: WorkerSet, alive: Sequence[Task], loads: Mapping[TaskId, Loaded], now: Instant
     ) -> int:
-        """Return the number of workers: more at once, but fewer only after less was enough for some time."""
+        """Return the number of workers. It rises at once, but falls only after fewer workers have been enough
+        for some time."""
         scaling, count = workers.scaling, _within(workers, workers.count)
         if scaling is None:
             return count
@@ -115,8 +116,8 @@ def _within(workers: WorkerSet, count: int) -> int:
 def _load(
     scaling: Scaling, workers: WorkerSet, alive: Sequence[Task], loads: Mapping[TaskId, Loaded]
 ) -> tuple[float, bool]:
-    """Return the load of all workers together, as far as it is known, and whether that is all: enough to have
-    more come, but not to have one leave."""
+    """Return the load of all workers together, as far as it is known, and whether it is known of all workers.
+    An incomplete load is enough to have more workers come, but not to have one leave."""
     if scaling.by == "signal":
         return workers.signal or 0.0, workers.signal is not None
     total, is_complete = 0.0, True
@@ -125,14 +126,14 @@ def _load(
             continue
         load = loads.get(task.id)
         if load is None or load.fence != task.fence:
-            is_complete = False  # it still makes its object
+            is_complete = False  # the worker still makes its object
             continue
         total += load.cpu_percent if scaling.by == "cpu" else load.running + load.waiting
     return total, is_complete
 
 
 def due(world: World, loads: Mapping[TaskId, Loaded], autoscaler: Autoscaler, now: Instant) -> list[Decision]:
-    """Return what brings each set to the number of workers that it shall have."""
+    """Return the decisions that bring each set to its number of workers."""
     decisions = (_due(world, workers, loads, autoscaler, now) for workers in world.worker_sets.values())
     return [decision for decision in decisions if not decision.is_empty()]
 
@@ -152,7 +153,7 @@ def _due(
     if surplus > 0:
         cause = f"the scaling of its set to {count} {'worker' if count == 1 else 'workers'}"
         return _with_leaving(world, decision, wanted[:surplus], now, cause)
-    # One that still leaves would come only when it is gone.
+    # Pending workers come first: a worker that still leaves could come only once it is gone.
     places = sorted(
         (task for task in alive if task.held), key=lambda task: task.state is not TaskState.PENDING
     )
@@ -164,7 +165,8 @@ def _due(
 
 
 def with_notices(world: World, decision: Decision) -> Decision:
-    """The log says that a worker has joined, or left, in the commit by which it runs, or no longer does."""
+    """Return the decision with a notice of each worker that it lets join or leave, so that the log has the
+    notice in the commit by which the worker runs, or no longer does."""
     notices = tuple(notice for write in decision.tasks if (notice := _came_or_left(world, write.task)))
     return replace(decision, notices=decision.notices + notices) if notices else decision
 
@@ -181,7 +183,7 @@ def _came_or_left(world: World, task: Task) -> Notice | None:
 
 
 def _leaving_order(task: Task) -> tuple[int, float, TaskId]:
-    """The newest first."""
+    """Return the key that orders workers by `_LEAVES`, then the newest first."""
     return _LEAVES[task.state], -(task.started_at or task.submitted_at), task.id
 
 
@@ -197,7 +199,7 @@ def _with_leaving(
     orders: tuple[AnyStopOrder, ...] = ()
     for task in leaving:
         if task.state in (TaskState.ADMITTED, TaskState.RUNNING):
-            # As for a preemption: it is requeued once it is gone, and held then.
+            # Stop the worker like a preempted run: it is requeued once it is gone, and is then held.
             write, told = give_notice(
                 world, task, StopReason.PREEMPT, task.grace_seconds, now, cause, held=True
             )

@@ -1,4 +1,5 @@
-"""Planning in steps: what the parts of the work cost, and where it can be left and resumed."""
+"""Planning in steps: the costs of the parts of the work, and the points at which it can be left and
+resumed."""
 
 from collections.abc import Generator
 from typing import TypeVar
@@ -8,24 +9,24 @@ T = TypeVar("T")
 # The costs are estimates. They move the ends of turns, and change no plan.
 
 PROBE_KNOWN = 0.2
-"""Cost of finding an answer in the cache, in probes of a node."""
+"""The cost of finding an answer in the cache, in probes of a node."""
 
 PROBE_SIFTED = 0.06
-"""Cost of finding in bulk that nothing grew for a demand."""
+"""The cost of finding in bulk that nothing grew for a demand, in probes of a node."""
 
 PROBE_DECIDED = 2.0
-"""Cost of taking a task from the queue and deciding on it, beside the search."""
+"""The cost of taking a task from the queue and deciding on it, beside the search, in probes of a node."""
 
 CLOSE_LOOK = 5
-"""Cost of probing a node's devices, in units of one quick capacity check."""
+"""The cost of probing a node's devices, in units of one quick capacity check."""
 
 PROBES_AT_A_TIME = 8
-"""Probes between two yields. A yield resumes every generator above it, so one for each probe would cost more
-than the probe."""
+"""The number of probes between two yields. A yield resumes every generator above it, so a yield for each
+probe would cost more than the probe."""
 
 Steps = Generator[float, None, T]
-"""A piece of work that yields what each part of it cost, in probes of a node, and ends with its result. It
-can be left at any yield. The one who drives it counts: see `Slice.take_turn`."""
+"""A piece of work that yields the cost of each of its parts, in probes of a node, and ends with its result.
+It can be left at any yield. Its caller adds up the costs (`Slice.take_turn`)."""
 
 
 def finish(steps: Steps[T]) -> T:

@@ -1,7 +1,7 @@
 """Consolidation: move runs to other devices, for a task whose room is free only in small pieces.
 
-A move takes nothing from other tasks. From its stop notice on, a moved run has a place pledged to
-it, which only tasks of a higher band than the waiting task can take.
+A move takes nothing from other tasks. From its stop notice on, a moved run has a place pledged to it, which
+only tasks of a higher band than the waiting task can take.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,36 +29,38 @@ from gpubroker_server.core.planning.preemption.eviction import Eviction, best_of
 from gpubroker_server.core.world.world import World
 
 EVERY_SECONDS = Seconds(1.0)
-"""Time between two searches for a move."""
+"""The time between two searches for a move."""
 
 MOST_TASKS = 8
-"""Number of the first tasks of the queue for which a move is tried."""
+"""The number of the first tasks of the queue for which a move is tried."""
 
 MOST_RUNS = 4
-"""Runs moved for one task."""
+"""The most runs that are moved for one task."""
 
 MOST_PROBES = 2_000
-"""Probes of one search: some tens of milliseconds. A task that needs more gets no move."""
+"""The most probes of one search, which take some tens of milliseconds. A task that needs more gets no
+move."""
 
 HOUR_SECONDS = 3600.0
 
 _LOWEST_PRIORITY = 0
-"""The priority at which both sides look for room, so that they respect every pledge."""
+"""The priority at which the waiting task and the moved runs look for room, so that they respect every
+pledge."""
 
 
 class Consolidation:
-    """Moves runs together so that a task fits. The leader owns it, and a new leader does not know how many
-    runs were moved in the last hour."""
+    """Moves runs together so that a task fits. A consolidation lives in the memory of one leader: a new
+    leader does not know how many runs were moved in the last hour."""
 
     def __init__(self) -> None:
         self._pace = Interval(EVERY_SECONDS)
         self._moved: list[Instant] = []
-        """Instants of the moves in the last hour."""
+        """The instants of the moves in the last hour."""
 
     def next_move(
         self, world: World, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
     ) -> Decision | None:
-        """The next move; None without one, and between two searches."""
+        """Return the next move; None if there is none, or if no search is due."""
         if not policy.consolidation or not self._pace.is_due(now):
             return None
         self._pace.done(now)
@@ -74,11 +76,12 @@ class Consolidation:
 def consolidate(
     world: World, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = (), most: int = MOST_RUNS
 ) -> Decision | None:
-    """Stop notices to at most `most` runs, for the first task of the queue that fits once they have moved.
-    What they free is pledged to the task, and a new place to each of them.
+    """Return stop notices to at most `most` runs, for the first task of the queue that fits once they have
+    moved. What they free is pledged to the task, and a new place to each of them.
 
-    Only for a task without room, without room to come and without runs that it may preempt. Chooses the least
-    lost work, then the fewest runs, then by node; leaves out nodes with a reservation ahead of the task.
+    Runs are moved only for a task without room, without room to come and without runs that it may preempt.
+    The choice is by the least lost work, then the fewest runs, then by node. Nodes with a reservation ahead
+    of the task are left out.
     """
     search = _Search(world, policy, now, most)
     foreseen = {forecast.task: {place.node for place in forecast.places} for forecast in forecasts}
@@ -95,9 +98,12 @@ def consolidate(
 
 
 def may_be_moved(run: Task, task: Task, policy: Policy, now: Instant) -> bool:
-    """True if the run may be moved for the task: it has saved a checkpoint since it began, is of no higher
-    band, is not shielded and has no deadline to meet. One that was preempted before stays where it is for an
-    hour, so that runs are not moved to and fro."""
+    """Return True if the run may be moved for the task.
+
+    Such a run has saved a checkpoint since it began, is of no higher band than the task, is not shielded and
+    has no deadline. A run that was preempted before stays where it is for an hour, so that runs are not moved
+    back and forth.
+    """
     if run.state is not TaskState.RUNNING or run.started_at is None or run.checkpoint_at is None:
         return False
     has_saved = run.checkpoint_at > run.started_at
@@ -115,12 +121,12 @@ class _Search:
         self._now = now
         self._most = most
         self._probes = 0
-        """Number of probes that were used so far."""
+        """The number of probes used so far."""
         self._worth = scores_of(world, policy)
         self._offers = Offers(self.draft, policy, now)
         self._places = self._places_in(self.draft)
         self._open: dict[Demand, frozenset[NodeName]] = {}
-        """Nodes with room for such a run now."""
+        """Maps a demand to the nodes that have room for such a run now."""
 
     @property
     def is_exhausted(self) -> bool:
@@ -129,7 +135,7 @@ class _Search:
     def moves_for(self, task: Task, closed: AbstractSet[NodeName]) -> Decision | None:
         if not self._lacks_one_piece(task):
             return None
-        best, found = None, None
+        best, best_decision = None, None
         for node in sorted(self._offers.nodes - closed):
             if self.is_exhausted:
                 break
@@ -142,8 +148,8 @@ class _Search:
                 continue
             decision = self._move_decision(task, eviction_of(way, self.draft, self._now), closed)
             if decision is not None:
-                best, found = way, decision
-        return found
+                best, best_decision = way, decision
+        return best_decision
 
     def _lacks_one_piece(self, task: Task) -> bool:
         """Return True if enough memory is free in sum, but not in one piece, neither now nor soon."""
@@ -166,34 +172,36 @@ class _Search:
         return [run for run in runs if may_be_moved(run.task, task, self._policy, self._now)]
 
     def _may_go(self, removed: Sequence[Candidate], closed: AbstractSet[NodeName]) -> bool:
-        """A quick check: few enough runs, each with room somewhere by itself."""
+        """Return False if these are too many runs, or if one of them has no room elsewhere even by itself."""
         return len(removed) <= self._most and all(self._open_to(run.task) - closed for run in removed)
 
     def _open_to(self, run: Task) -> frozenset[NodeName]:
-        known = self._open.get(run.demand)
-        if known is None:
+        open_nodes = self._open.get(run.demand)
+        if open_nodes is None:
             probe = _at_lowest_priority(run)
-            found = [node for node in self._offers.nodes if self._places.on(node, probe) is not None]
-            self._probes += len(self._offers.nodes) + CLOSE_LOOK * len(found)
-            known = self._open[run.demand] = frozenset(found)
-        return known
+            roomy = [node for node in self._offers.nodes if self._places.on(node, probe) is not None]
+            self._probes += len(self._offers.nodes) + CLOSE_LOOK * len(roomy)
+            open_nodes = self._open[run.demand] = frozenset(roomy)
+        return open_nodes
 
     def _move_decision(
         self, task: Task, eviction: Eviction, closed: AbstractSet[NodeName]
     ) -> Decision | None:
-        """Place the runs in a new draft, the largest first; None if one of them has no place."""
+        """Return the decision to move the runs, after placing them in a new draft, the largest first; None if
+        one of them has no place."""
         draft = Draft(self._world)
-        # Otherwise a task of the band would take the room, and the move would be a preemption in its favour.
+        # Keep the room from the whole band: otherwise another task of the band could take it, and the move
+        # would be a preemption in favour of that task.
         kept_up_to = band_of(task.priority)[2]
         decision = evict(draft, task, eviction, self._now, StopReason.MOVE, kept_up_to)
         places = self._places_in(draft)
-        # A run that went to a device that is being cleared would be in the way again.
+        # Leave out the devices that are being cleared: a run that went there would be in the way again.
         left = {device for device, _ in eviction.devices}
         left |= {lease.device for run in eviction.victims for lease in self._world.leases_of(run)}
         runs = sorted((draft.task(run.id) for run in eviction.victims), key=self._size)
-        kept = list(decision.pledges)
+        pledges = list(decision.pledges)
         for run in runs:
-            found = [
+            options = [
                 place
                 for node in sorted(self._open_to(run) - closed)
                 if (
@@ -201,12 +209,12 @@ class _Search:
                 )
             ]
             self._probes += CLOSE_LOOK * len(self._open_to(run))
-            if not found:
+            if not options:
                 return None
             # A run under notice counts as leaving until its deadline plus this patience, and not longer.
             gone_by = Instant(self._now + run.grace_seconds + self._policy.kill_patience_seconds)
-            kept += pledge_destination(draft, run, min(found)[1], self._now, gone_by, kept_up_to)
-        return replace(decision, pledges=tuple(kept))
+            pledges += pledge_destination(draft, run, min(options)[1], self._now, gone_by, kept_up_to)
+        return replace(decision, pledges=tuple(pledges))
 
     def _size(self, run: Task) -> tuple[int, str]:
         return -sum(lease.mb for lease in self._world.leases_of(run)), run.id

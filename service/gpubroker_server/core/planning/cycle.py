@@ -31,23 +31,23 @@ from gpubroker_server.core.world.queue import OrderKey
 from gpubroker_server.core.world.world import World
 
 TURN_PROBES = 150
-"""Probes of nodes before the caller gets its turn again: some milliseconds."""
+"""The number of probes of nodes, a few milliseconds of work, after which the caller gets its turn again."""
 
 
 class Cursor(Struct, frozen=True):
     """The position of a cycle after one of its slices."""
 
     began_at: Instant
-    """Ageing stands still during a cycle, so that every task is examined once."""
+    """The time for which tasks are aged during the whole cycle, so that every task is examined once."""
     shares: FairShares
     """Usage per tenant so far in this cycle. Treat as read-only."""
     scores: PlacementScorer | None = None
-    """Scores of places by the demands that were usual when the cycle began."""
+    """The scores of places by the demands that were usual when the cycle began."""
     after: OrderKey | None = None
     """The place of the last task that was examined; None before the first."""
     forecasts: tuple[Forecast, ...] = ()
     refused_by_reservation: int = 0
-    """Tasks refused so far because of reservations."""
+    """The number of tasks refused so far because of reservations."""
 
 
 class Plan(Struct, frozen=True):
@@ -67,13 +67,16 @@ def plan_cycle(
     cache: PlanCache | None = None,
     forecasts: Iterable[Forecast] = (),
 ) -> Plan:
-    """Plan one slice: it ends with the task during which `budget` probes of nodes are spent.
+    """Plan one slice, which ends with the task during which `budget` probes of nodes are spent.
 
-    A new cycle (no cursor) first lets delayed tasks whose time has come into the World's queue, and changes
-    nothing else. The next slice needs a World in which this slice's decisions are applied. Work-conserving:
-    a task without room holds no other back, except by what is pledged to it or what one of the `forecasts`
-    reserves. A `cache` saves probes and changes no plan, except that a task submitted between two slices may
-    have to wait for the next cycle. Keep it for the next slice and the next cycle.
+    Without a cursor a new cycle begins: delayed tasks whose time has come enter the World's queue, and
+    nothing else in the World changes. The next slice needs a World in which this slice's decisions are
+    applied.
+
+    The cycle is work-conserving: a task without room holds no other task back, except by what is pledged to
+    it or what one of the `forecasts` reserves. A `cache` saves probes and changes no plan, except that a task
+    submitted between two slices may have to wait for the next cycle. Keep the cache for the next slice and
+    the next cycle.
     """
     part = Slice(world, policy, now, cursor, cache, forecasts)
     part.take_turn(budget)
@@ -81,7 +84,7 @@ def plan_cycle(
 
 
 class Slice:
-    """A part of a cycle whose decisions are committed together, planned in one turn or several. Between two
+    """A part of a cycle, planned in one turn or several, whose decisions are committed together. Between two
     turns tasks may enter the queue; nothing else in the World may change. See `plan_cycle`."""
 
     def __init__(
@@ -94,13 +97,13 @@ class Slice:
         forecasts: Iterable[Forecast] = (),
     ) -> None:
         self._may_pause = cache is not None
-        """True if a turn may end before a task is decided on. Only a cache keeps what such a turn has found:
-        without one the next slice would begin where this one did, for ever."""
+        """True if a turn may end before a task is decided on. That needs a cache, which keeps what the turn
+        has found. Without a cache each slice would begin at the same task and never get past it."""
         # Begin the cycle, or go on where the last slice ended.
         self._cache = PlanCache() if cache is None else cache
         self._cursor = cursor or self._begin_cycle(world, policy, now, forecasts)
         self._now = now
-        # What changed since then, and what a decision looks at.
+        # Learn what changed since the last slice, and collect what a decision looks at.
         self._cache.open(world, policy, now, self._cursor.began_at, self._cursor.scores)
         self._order = self._open_order(world, policy)
         self._rooms, self._view = _view_of(world, policy, now, self._cursor, self._cache, self._order)
@@ -108,14 +111,14 @@ class Slice:
         self._after = self._cursor.after
         self._decisions: list[Decision] = []
         self.is_searching = False
-        """The last turn ended in the middle of a search."""
+        """True if the last turn ended in the middle of a search."""
         self.is_last = False
-        """No task is left to be examined."""
+        """True if no task is left to be examined."""
         self._work: Steps[None] | None = self._examine()
 
     def take_turn(self, budget: float = TURN_PROBES) -> None:
-        """Examine tasks until so many probes are spent. A turn may end in the middle of a search; the next
-        one goes on with it. This is the one place where probes are counted."""
+        """Examine tasks until `budget` probes are spent. A turn may end in the middle of a search, and the
+        next turn continues that search. Probes are counted nowhere else."""
         assert self._work is not None, "the slice has not ended"
         spent, before = 0.0, self._after
         for cost in self._work:
@@ -125,11 +128,12 @@ class Slice:
         self.is_last = True
 
     def plan(self) -> Plan:
-        """End the slice: what is to be committed now. A search under way is finished first."""
+        """End the slice, and return the plan that is to be committed now. A search under way is finished
+        first."""
         assert self._work is not None, "a slice ends once"
-        while self.is_searching:  # later, it would go on over nodes that the commit has changed
+        while self.is_searching:  # if it ended later, it would look at nodes that the commit has changed
             next(self._work)
-        self._work = None  # it refers to this slice: garbage would wait for the collector of cycles
+        self._work = None  # break the reference cycle with the generator, so that the slice is freed at once
         cursor = None
         if not self.is_last:
             cursor = replace(
@@ -143,28 +147,28 @@ class Slice:
         return Plan(tuple(self._decisions), cursor)
 
     def _examine(self) -> Steps[None]:
-        """Examine every task that may find a way, in five calls. Each decision enters the draft, so that the
-        next one builds on it."""
+        """Examine every task that may find a way, in five steps. Each decision enters the draft, so that the
+        next decision builds on it."""
         world = self._view.draft.world
-        # 1. Pledges of tasks that no longer wait for them end.
+        # 1. End the pledges of tasks that no longer wait for them.
         self._decisions += self._withdraw()
-        # 2. The next task in order that may find a way.
+        # 2. Take the next task in order that may find a way.
         while (head := (yield from self._order.next(self._refusals))) is not None:
-            # 3. Find a way for it.
+            # 3. Find a way for the task.
             self.is_searching, task = True, world.tasks[head.task]
             way = yield from self._way_of(task)
             # 4. Decide.
             self._after, self.is_searching = head.key, False
             self._decisions += self._decide(task, way)
             yield PROBE_DECIDED
-        # 5. What no task could take goes to running gangs that lack ranks.
+        # 5. Give what no task could take to running gangs that lack ranks.
         self._decisions += more_ranks(self._view, self._refusals)
 
     def _begin_cycle(
         self, world: World, policy: Policy, now: Instant, forecasts: Iterable[Forecast]
     ) -> Cursor:
         world.enter_due(now)
-        self._cache.order = None  # of a cycle that was given up
+        self._cache.order = None  # drop the order of a cycle that was given up
         return Cursor(
             now, FairShares(world, policy, now), scores_of(world, policy), forecasts=tuple(forecasts)
         )
@@ -183,29 +187,31 @@ class Slice:
     def _withdraw(self) -> list[Decision]:
         draft = self._view.draft
         if self._after is not None:
-            return []  # done at the beginning of the cycle
+            return []  # the first slice of the cycle has done this
         return [withdraw(draft, task) for task in sorted(draft.pledged()) if not self._awaits_room(task)]
 
     def _awaits_room(self, task: TaskId) -> bool:
-        """Return True if the task is in the queue, or moves and then goes to the room that is kept for it."""
+        """Return True if the task is in the queue, or is being moved to room that is kept for it."""
         world = self._view.draft.world
         row = world.tasks.get(task)
         return task in world.queue or (row is not None and row.is_moving)
 
     def _way_of(self, task: Task) -> Steps[Way]:
         if self._view.draft.pledges_of(task.id):
-            # What is pledged to it is free for it alone, so no answer about its equals is one about it.
+            # What is pledged to a task is free for that task alone, so answers about equal tasks do not
+            # apply.
             return (yield from search_way(task, self._view))
-        known = self._refusals.recall(task)
-        if known is not None:
-            return known
+        remembered = self._refusals.recall(task)
+        if remembered is not None:
+            return remembered
         way = yield from search_way(task, self._view, self._refusals.nodes_to_search(task))
         if isinstance(way, Wait):
             self._refusals.remember(task, way)
         return way
 
     def _decide(self, task: Task, way: Way) -> list[Decision]:
-        """Return the decision, if the task need not wait, and examine again what it may have changed."""
+        """Return the decision, if the task need not wait, and requeue the tasks whose refusal it may
+        change."""
         if isinstance(way, Wait):
             self._view.reservations.refused_by_reservation += way.reason is WaitReason.RESERVED
             return []
@@ -219,7 +225,8 @@ class Slice:
         return [decision]
 
     def _is_awaited(self, decision: Decision) -> bool:
-        """Return True if the decision takes room on a node on which tasks wait for more to come."""
+        """Return True if the decision takes room on a node where tasks wait for room that is being given
+        back."""
         awaited = self._cache.refusals.awaited
         return any(nodes_of(write.task) & awaited for write in decision.tasks)
 
@@ -230,7 +237,7 @@ class Slice:
         decision = admit(draft, task, way.places, self._now)
         has_closed = draft.background.is_closed(node) is not was_closed
         # The answers kept about the node are adjusted, instead of dropped, only if the placement is all that
-        # changed there: the end of a pledge and a node that closes matter to some priorities only.
+        # changed on the node: the end of a pledge and the closing of a node matter to some priorities only.
         if not (task.demand.bundles or decision.pledges or has_closed):
             self._rooms.took(node, since, task, way.places[0])
             self._view.reservations.on_placement(node, since, decision.tasks[0].task, way.places[0])

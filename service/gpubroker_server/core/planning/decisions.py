@@ -31,12 +31,12 @@ from gpubroker_server.core.planning.preemption.eviction import Eviction
 _OF_THE_LAST_ATTEMPT = (
     "not_before", "ordered_at", "started_at", "stop_reason", "stop_deadline_at", "stop_cause", "freeing_for",
 )  # fmt: skip
-"""Fields that a new claim clears. The checkpoint stays: the run resumes from it."""
+"""The fields that a new claim clears. The checkpoint stays, because the run resumes from it."""
 
 
 def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -> Decision:
-    """Admit a task or all ranks of a gang: a new claim with its leases, the end of its pledges, orders to
-    start."""
+    """Admit a task or all ranks of a gang. The decision is a new claim with its leases, the end of the task's
+    pledges, and orders to start."""
     fence = draft.world.next_fence(task)
     forgotten: dict[str, Any] = {
         name: None for name in _OF_THE_LAST_ATTEMPT if getattr(task, name) is not None
@@ -55,8 +55,8 @@ def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -
             assert_never(task.holder)
     write = write_move(task, next_move, fence=fence, node=places[0].node, admitted_at=now, **forgotten)
     devices = {device for place in places for device, _ in place.devices}
-    # The task's own pledges end before its leases enter the draft and take what was kept for it. Those of
-    # others end after, when the ledgers show which no longer fit.
+    # The task's own pledges end before its leases enter the draft, which take what was kept for it. Pledges
+    # of other tasks end afterwards, when the ledgers show which of them no longer fit.
     taken = devices | {node_key(place.node) for place in places}
     pledges = [_end_own(pledge, taken) for pledge in draft.end_pledges(task.id, _leased_by(task, places))]
     leases = [
@@ -77,8 +77,8 @@ def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -
 
 
 def _leased_by(task: Task, places: Sequence[Placement]) -> dict[DeviceKey, int]:
-    """Return what a single task leases, for comparison with its pledges. The ranks of a gang may be placed
-    otherwise than they were pledged for, so nothing is said of them."""
+    """Return what a single task leases, for comparison with its pledges. For a gang, return nothing: its
+    ranks may be placed otherwise than was pledged."""
     if task.demand.bundles:
         return {}
     [place] = places
@@ -102,7 +102,7 @@ def grow(
 ) -> Decision:
     """Add ranks to a running gang: new members of its claim, with their leases and orders to start.
 
-    `joining`: which bundle each has, and where it goes.
+    `joining` has the bundle and the place of each new rank.
     """
     before = members_of(task)
     # Ranks that have left keep their numbers: an agent starts no (task, fence, rank) twice.
@@ -180,9 +180,11 @@ def evict(
     reason: StopReason = StopReason.PREEMPT,
     kept_up_to: int = 0,
 ) -> Decision:
-    """Give the victims notice, and pledge what they free to the task, which stays pending. `kept_up_to`: no
-    task of this priority or a lower one may take that room, even if it is above the task's own priority.
-    Earlier pledges of the task end."""
+    """Give the victims notice, and pledge what they free to the task, which stays pending.
+
+    Earlier pledges of the task end. No task up to the priority `kept_up_to` may take the room, even if that
+    is above the priority of the task itself.
+    """
     stops = [_stop(draft, victim, eviction, task.id, now, reason) for victim in eviction.victims]
     made = [PledgeWrite(pledge, PledgeEnd.DISSOLVED) for pledge in draft.end_pledges(task.id)]
     for device, mb in eviction.devices:
@@ -203,8 +205,8 @@ def evict(
 def pledge_destination(
     draft: Draft, run: Task, place: Placement, now: Instant, gone_by: Instant, kept_up_to: int
 ) -> tuple[PledgeWrite, ...]:
-    """Pledge room that is free now to a run that is moving there. `gone_by`: the pledge ends if the run is
-    not confirmed gone by then."""
+    """Pledge room that is free now to a run that is moving to it. The pledge ends if the run is not confirmed
+    gone from its old place by `gone_by`."""
     made = []
     for device, mb in place.devices:
         pledge = Pledge(run.id, device, mb, kept_up_to, run.tenant, now, gone_by)
@@ -241,15 +243,16 @@ def _stop(
 
 
 def _end_own(pledge: Pledge, taken: set[DeviceKey]) -> PledgeWrite:
-    """A pledge elsewhere is withdrawn: other room came first."""
+    """Return the end of a pledge of an admitted task. A pledge for room that the task does not take is
+    withdrawn."""
     return PledgeWrite(pledge, PledgeEnd.CONSUMED if pledge.device in taken else PledgeEnd.WITHDRAWN)
 
 
 def _overtake(draft: Draft, devices: set[DeviceKey]) -> list[PledgeWrite]:
     """End the pledges, lowest priority first, that these devices can no longer honour.
 
-    A placement leaves enough for pledges of its own or higher priority, so those never end here. A preemptor
-    that loses one pledge loses all: the rest would be too little to start.
+    A placement leaves enough for pledges of its own or higher priority, so such pledges never end here. A
+    preemptor that loses one pledge loses all, because the rest would be too little to start.
     """
     taken: list[PledgeWrite] = []
     for device in sorted(devices & draft.world.ledgers.keys()):

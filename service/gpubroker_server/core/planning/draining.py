@@ -1,7 +1,7 @@
-"""Draining a node: what holds memory or CPU there is asked to leave, as if a task that needs it preempted it.
+"""Draining a node: everything that holds memory or CPU on the node is asked to leave, like a preempted run.
 
-Until the deadline critical work and runs that are protected from preemption stay. Whatever is there a grace
-period before the deadline is asked to leave by it. A model server stays: its models leave.
+Critical work and runs that are protected from preemption stay at first. A grace period before the deadline,
+every run that is still there is asked to leave by the deadline. A model server stays, and its models leave.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from gpubroker_server.core.planning.nodes.shields import is_protected
 from gpubroker_server.core.world.world import World
 
 INTERACTIVE = BAND_NAMES["interactive"]
-"""A drain stops runs as an interactive task that has not waited would: until the deadline, what is shielded
-from that one stays."""
+"""The priority at which a drain stops runs: until the deadline, runs that are shielded from an interactive
+task that has not waited stay."""
 
 
 def still_on(world: World, node: NodeName) -> set[str]:
-    """Return what a drain waits for: runs, models and leases, and memory that is not proven free. A node is
-    drained when nothing is left."""
+    """Return the holders that a drain waits for: runs, models and leases, also if their memory is only not
+    yet proven free. A node is drained when no holder is left."""
     holdings = (
         holding for key in world.by_node.get(node, ()) for holding in world.ledgers[key].holdings.values()
     )
@@ -35,7 +35,7 @@ def still_on(world: World, node: NodeName) -> set[str]:
 
 
 def ask_to_leave(world: World, policy: Policy, now: Instant) -> list[Decision]:
-    """Stop notices that are due on draining nodes, at most one decision for each task."""
+    """Return the stop notices that are due on draining nodes, with at most one decision for each task."""
     decisions: dict[str, Decision] = {}
     for name, node in sorted(world.nodes.items()):
         if node.draining_since is None:
@@ -48,12 +48,13 @@ def ask_to_leave(world: World, policy: Policy, now: Instant) -> list[Decision]:
 
 
 def _is_server(task: Task) -> bool:
-    """The base cost of a model server, which is not ours to end."""
+    """Return True for the base cost of a model server, which the broker cannot end."""
     return isinstance(task.holder, Model) and not task.holder.model
 
 
 def _leave(world: World, node: Node, task: Task, policy: Policy, now: Instant) -> Iterator[Decision]:
-    """Nothing if it may stay for now, or leaves in time."""
+    """Yield the decision that asks a task to leave a node; nothing if the task may stay for now, or leaves in
+    time."""
     ends_at = node.drain_deadline_at
     at_latest = None if ends_at is None else max(now, ends_at)
     grace = task.grace_seconds if at_latest is None else min(task.grace_seconds, Seconds(at_latest - now))

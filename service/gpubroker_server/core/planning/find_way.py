@@ -1,4 +1,4 @@
-"""The planner's one ladder: how a task could start. The cycle, explain, what-if and fit ask it."""
+"""The decision about one task: start, preempt or wait. The cycle, explain, what-if and fit use it."""
 
 from collections.abc import Mapping, Set
 from enum import StrEnum
@@ -43,7 +43,7 @@ from gpubroker_server.core.world.background import IDLE_TOP
 
 
 class View(Struct, frozen=True):
-    """Everything a decision about one task looks at, in one draft."""
+    """Everything that a decision about one task looks at, in one draft."""
 
     draft: Draft
     policy: Policy
@@ -55,10 +55,11 @@ class View(Struct, frozen=True):
     places: Places
     offers: Offers
     most_nodes: int | None = None
-    """The number of nodes on which victims are looked for; None for all."""
+    """The greatest number of nodes that are searched for victims; None for all nodes."""
 
     def is_short_of_limits(self, task: Task) -> bool:
-        """True if a limit of the whole cluster has too little left for it, whatever the nodes have."""
+        """Return True if a limit of the whole cluster has too little left for the task, whatever the nodes
+        have."""
         return bool(self.draft.short_of(task, self.policy.custom_limits))
 
 
@@ -66,7 +67,7 @@ class Start(Struct, frozen=True):
     """The task starts now."""
 
     places: Gang
-    """One place; of a gang one for each rank."""
+    """The place of the task; of a gang, one place for each rank."""
     eviction: ClassVar[None] = None
 
 
@@ -112,29 +113,29 @@ Way = Start | Evict | Wait
 
 
 def find_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Way:
-    """Return what is decided for a pending task. Changes nothing.
+    """Return the decision for a pending task. Changes nothing.
 
-    The tasks ahead of it are taken to have been looked at and to wait on. `nodes`: the others are known to
-    offer nothing, neither room nor victims. Rungs, in this order:
+    The tasks ahead of this one are assumed to be decided already, and to wait. All nodes outside `nodes` are
+    known to offer nothing, neither room nor victims. These steps are tried in this order:
 
-    1. a limit of the whole cluster is used up: for a critical task, runs that use the custom resource make
-       room, else it waits; so it does if tasks ahead of it wait for the limit
-    2. over its tenant's quota: runs of that tenant make room, or it waits
-    3. a place that delays no reservation ahead of it
-    4. what its tenant is guaranteed is taken back from borrowers
-    5. runs of lower priority are preempted, where no reservation is in the way: idle work where the task
-       would go without it, if that is enough
-    6. runs of lower priority are preempted that the tasks ahead, which have the reservations in the way, may
-       not preempt themselves
+    1. If a limit of the whole cluster is used up, runs that use the custom resource make room for a critical
+       task; any other task waits. A task also waits if tasks ahead of it wait for the limit.
+    2. If the tenant's quota is used up, runs of the tenant make room, or the task waits.
+    3. The task starts at a place that delays no reservation ahead of it.
+    4. Borrowers give back what the task's tenant is guaranteed.
+    5. Runs of lower priority are preempted where no reservation is in the way. Idle work is preempted at the
+       place that the task would take if there were no idle work, provided that this makes enough room.
+    6. Runs of lower priority are preempted on nodes with reservations of tasks ahead, if those tasks may not
+       preempt the runs themselves.
 
-    A task with pledges waits for its victims. If what leaves will not be enough, since one of them is in
-    quarantine, it looks for another way from the second rung on, and keeps its pledges until it has one.
+    A task with pledges waits for its victims. If too little will be released, because a victim is in
+    quarantine, another way is looked for from step 2 on, and the task keeps its pledges until it has one.
     """
     return finish(search_way(task, view, nodes))
 
 
 def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> Steps[Way]:
-    """Like `find_way`, but in steps, each of which yields its cost."""
+    """Decide like `find_way`, but in steps, each of which yields its cost."""
     has_pledges = bool(view.draft.pledges_of(task.id))
     if not has_pledges and view.limits.ahead_of(task):
         return Wait(WaitReason.LIMIT)
@@ -159,14 +160,14 @@ def search_way(task: Task, view: View, nodes: Set[NodeName] | None = None) -> St
 
 
 def _other_way(task: Task, view: View) -> Steps[Way]:
-    """Look for another way for a task with pledges, as if it had none. If there is none, the pledges stay:
-    releasing them would let another task start there, only to be preempted again."""
+    """Look for another way for a task with pledges, as if it had none. If no way is found, the pledges stay:
+    releasing them would let another task start on that memory, only to be preempted again."""
     draft = view.draft
     if draft.is_room_coming(task.id):
         return Wait(WaitReason.PLEDGED)
-    kept = draft.end_pledges(task.id)
+    ended_pledges = draft.end_pledges(task.id)
     way = yield from search_way(task, view)
-    for pledge in kept:
+    for pledge in ended_pledges:
         draft.put_pledge(pledge)
     return Wait(WaitReason.PLEDGED) if isinstance(way, Wait) else way
 
@@ -174,10 +175,8 @@ def _other_way(task: Task, view: View) -> Steps[Way]:
 def place(
     task: Task, view: View, nodes: Set[NodeName] | None = None
 ) -> Steps[tuple[Gang | None, Gang | None]]:
-    """(where the task may start now, where it would start if nothing were reserved), whatever its quota.
-
-    `nodes`: the others are known to have no room.
-    """
+    """Return where the task may start now, and where it would start if nothing were reserved. Quotas are
+    ignored. All nodes outside `nodes` are known to have no room."""
     has_pledges = bool(view.draft.pledges_of(task.id))
     if task.demand.bundles:
         yield CLOSE_LOOK * len(view.offers.nodes)
@@ -185,8 +184,8 @@ def place(
         return gang if gang is None or has_pledges else _gang_beside_reservations(task, view, gang), gang
     if has_pledges and task.stop_reason is StopReason.MOVE:
         # A move takes nothing from other tasks, so a moved run starts where room is kept for it, or not yet.
-        kept = view.places.kept(task)
-        places = None if kept is None else (kept,)
+        reserved_place = view.places.kept(task)
+        places = None if reserved_place is None else (reserved_place,)
         return places, places
     table = yield from view.places.table(task, nodes)
     if not table:
@@ -198,8 +197,9 @@ def place(
 def _gang_beside_reservations(task: Task, view: View, best: Gang) -> Gang | None:
     """Return the places where the gang delays no reservation ahead of it: `best`, or others for fewer ranks.
 
-    Places for as many ranks as `best` that delay no reservation at all go before it. Otherwise a gang that
-    starts as foretold could take other places than the forecast assumed, and make a later forecast late.
+    Places for as many ranks as `best` that delay no reservation at all are preferred to `best`. Otherwise a
+    gang that starts when its forecast says could take other places than the forecast assumed, and make a
+    later forecast late.
     """
     reservations = view.reservations
     if not reservations.refuses(task, best, all_reservations=True):
@@ -214,8 +214,8 @@ def _gang_beside_reservations(task: Task, view: View, best: Gang) -> Gang | None
 
 
 def beside_reservations(task: Task, view: View, table: Mapping[NodeName, Found]) -> Gang | None:
-    """The best place where the task delays no reservation ahead of it, and if possible none at all. A task
-    with pledges need not care."""
+    """Return the best place where the task delays no reservation ahead of it, and if possible none at all. A
+    task with pledges gets the best place, whatever it delays."""
     reservations, best = view.reservations, min(table.values())[1]
     if view.draft.pledges_of(task.id):
         return (best,)
@@ -249,10 +249,10 @@ def _make_room_in_quota(task: Task, view: View) -> Steps[Way]:
 
 
 def _floors(task: Task, view: View) -> dict[NodeName, int]:
-    """Return the nodes with reservations ahead of the task where runs may be preempted for it all the same,
-    and from which priority on (`Reservations.victim_floors`).
+    """Return the nodes with reservations ahead of the task where runs may be preempted for it nevertheless,
+    each with the lowest priority of such runs (`Reservations.victim_floors`).
 
-    Nodes where it, or a rank of it, would fit without a victim are left out: that room is reserved.
+    Nodes where the task, or a rank of it, would fit without a victim are left out: that room is reserved.
     """
     floors = view.reservations.victim_floors(task) if view.reservations.on else {}
     parts = [rank_task(task, rank) for rank in range(len(task.demand.bundles))] or [task]
@@ -276,13 +276,14 @@ def _reclaim(task: Task, view: View) -> Steps[Eviction | None]:
 
 
 def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: bool) -> Steps[Way]:
-    """Look for runs that may be preempted for the task. `has_room`: True if the task has places, all of them
-    reserved."""
+    """Look for runs that may be preempted for the task. `has_room` is True if there are places for the task
+    that are all reserved."""
     offers, by_tenant = view.offers, bool(view.guarantees.reclaimable(task))
     closed = view.reservations.off_limits(task) & offers.nodes
     waits = WaitReason.RESERVED if has_room else WaitReason.NO_ROOM
     if not has_room:
-        # The search for victims asks the same of the nodes that are open.
+        # The search for victims looks for room that is coming on the open nodes, so only closed ones are
+        # left.
         coming_on = next((node for node in sorted(closed) if is_coming(offers, task, node)), None)
         if coming_on is not None:
             return Wait(WaitReason.COMING, (coming_on,), by_tenant)
@@ -296,7 +297,8 @@ def _preempt(task: Task, view: View, nodes: Set[NodeName] | None, *, has_room: b
     if isinstance(found, RoomBeingFreed):
         return Wait(WaitReason.RESERVED if has_room else WaitReason.COMING, found.nodes, by_tenant)
     if found is not None and task.priority > IDLE_TOP:
-        # As if idle work were not there: what it has to lose has no say in where other work goes.
+        # Choose the place as if there were no idle work: what idle work would lose must not decide where
+        # other work goes.
         place = yield from view.places.without_idle_work(task, open_nodes)
         if place is not None:
             found = clear_of_idle_work(offers, task, place, view.now) or found

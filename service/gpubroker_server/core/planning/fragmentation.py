@@ -1,4 +1,4 @@
-"""The share of free memory that lies in pieces that are too small, and the check that tasks wait because of
+"""The share of free memory that is in pieces too small to use, and the check whether tasks wait because of
 that."""
 
 from collections import Counter
@@ -19,18 +19,18 @@ from gpubroker_server.core.world.placement_scores import rows
 from gpubroker_server.core.world.world import World
 
 LOOK_SECONDS = Seconds(30.0)
-"""Time between two looks; only what two looks in a row have seen is said."""
+"""The time between two looks. Only a state that two looks in a row have seen is reported."""
 
 
 class FreeMemory(NamedTuple):
-    """Free memory of some devices, and how much of it is stranded."""
+    """The free memory of some devices, and how much of it is stranded."""
 
     free_mb: int = 0
     stranded_mb: int = 0
 
     @property
     def share(self) -> float | None:
-        """0 to 1; None where nothing is free."""
+        """The share (0 to 1) of the free memory that is stranded; None if nothing is free."""
         return self.stranded_mb / self.free_mb if self.free_mb else None
 
     def plus(self, other: "FreeMemory") -> "FreeMemory":
@@ -38,10 +38,10 @@ class FreeMemory(NamedTuple):
 
 
 class Fragmentation(Struct, frozen=True):
-    """Free memory of usable devices, and how much of it the usual demands could not use.
+    """The free memory of usable devices, and how much of it the usual demands could not use.
 
-    Demands count by their share of recent submissions: memory that a quarter of them could use is stranded to
-    three quarters. Without recent submissions nothing is stranded.
+    Demands count by their share of recent submissions: of memory that only a quarter of the submissions could
+    use, three quarters are stranded. Without recent submissions nothing is stranded.
     """
 
     devices: Mapping[DeviceKey, FreeMemory]
@@ -92,8 +92,9 @@ def find_scattered_demand(world: World, policy: Policy, now: Instant) -> Scatter
 
 
 class ScatteredWatch:
-    """Says once when memory for the most common waiting demand is free in sum but in no piece, and once when
-    that is over. In one leader's memory: the next one says it again."""
+    """Reports once when the most common waiting demand would fit into the sum of free memory but into no
+    single piece, and once when that is over. The watch lives in one leader's memory: the next leader reports
+    again."""
 
     def __init__(self) -> None:
         self._pace = Interval(LOOK_SECONDS)
@@ -101,7 +102,8 @@ class ScatteredWatch:
         self._is_said = False
 
     def look(self, world: World, policy: Policy, now: Instant) -> list[Decision]:
-        """Look at most every LOOK_SECONDS. What is seen only once may be over with the next start."""
+        """Look at most every LOOK_SECONDS, and return the notices. A state that is seen only once is not
+        reported, because it may end with the next start."""
         if not self._pace.is_due(now):
             return []
         self._pace.done(now)

@@ -1,4 +1,4 @@
-"""Growth of running elastic gangs by ranks, of memory that no waiting task could take."""
+"""Growth of running elastic gangs by ranks, with memory that no waiting task could take."""
 
 from collections.abc import Iterator
 
@@ -17,8 +17,8 @@ from gpubroker_server.core.planning.gangs.gang_search import place_gang
 from gpubroker_server.core.planning.refusal_cache import RefusalCache
 
 BEHIND_ALL = -1
-"""Priority of a rank that is added: it takes nothing that is pledged to any task, or closed to background
-work."""
+"""The priority of a rank that is added, so that it takes nothing that is pledged to any task or closed to
+background work."""
 
 
 def more_ranks(view: View, refusals: RefusalCache) -> Iterator[Decision]:
@@ -37,11 +37,11 @@ def _more_ranks_of(
 ) -> Decision | None:
     """Add as many ranks as fit, in the order of the bundles, on nodes on which nothing is reserved."""
     missing = tuple(gang.demand.bundles[bundle] for bundle in bundles)
-    # What counts for the whole gang, its place under limits of running tasks, is counted already.
+    # The amounts of the whole gang, such as its place under limits of running tasks, are counted already.
     first = missing[0]
     demand = replace(gang.demand, bundles=missing, min_ranks=1, custom=first.custom, slots=first.slots)
     wanted = as_pending(gang, demand)
-    # Limits may be for higher priorities only, such as the gang's own.
+    # A limit may be reserved for higher priorities, so the gang's own priority counts here.
     limited = replace(wanted, priority=gang.priority)
     if view.quotas.is_short(wanted) or view.is_short_of_limits(limited):
         return None
@@ -64,7 +64,7 @@ def _more_ranks_of(
 
 
 def as_pending(gang: Task, demand: Demand) -> Task:
-    """Return what is missing of the gang, as a task of its own."""
+    """Return the missing ranks of the gang as a pending task of their own."""
     return replace(
         gang, demand=demand, holder=holder_of(demand), state=TaskState.PENDING, priority=BEHIND_ALL
     )

@@ -1,7 +1,7 @@
-"""Queued inferences: tasks that an inference server answers. When they start, and how they end.
+"""The start and the end of queued inferences, which are tasks that an inference server answers.
 
-Such a task has no node and holds no memory; its model does. It is not placed: it runs once its request is
-handed over for sending.
+A queued inference has no node and holds no memory; its model does. The inference is not placed: it runs once
+its request is handed over for sending.
 """
 
 from collections import Counter
@@ -24,11 +24,11 @@ from gpubroker_server.core.world.queue import Member, QueueGroup, Rank, TenantOr
 from gpubroker_server.core.world.world import World
 
 PROCESS_GONE = "model_process_gone"
-"""Failure kind: the model's process is gone, and the server has not noticed."""
+"""The failure kind of an inference whose model's process is gone, if the server has not noticed that."""
 
 
 def servers_of(world: World, policy: Policy, model: str) -> tuple[str, ...]:
-    """Servers that can answer for the model now; empty while it is not loaded."""
+    """Return the servers that can answer for the model now; empty while it is not loaded."""
     held = holders(world, policy, model)
     if not held:
         return policy.serving.others
@@ -36,13 +36,13 @@ def servers_of(world: World, policy: Policy, model: str) -> tuple[str, ...]:
 
 
 def holders(world: World, policy: Policy, model: str) -> list[Task]:
-    """The tasks that hold the model, or wait to load it, on all servers."""
-    found = (world.models.of(ModelKey(server, model)) for server in policy.serving.ledger)
-    return [task for task in found if task is not None]
+    """Return the tasks that hold the model, or wait to load it, on all servers."""
+    tasks = (world.models.of(ModelKey(server, model)) for server in policy.serving.ledger)
+    return [task for task in tasks if task is not None]
 
 
 def waiting(world: World) -> dict[str, list[QueueGroup]]:
-    """Queued inferences that may be sent, by model."""
+    """Return the groups of queued inferences that may be sent, by model."""
     by_model: dict[str, list[QueueGroup]] = {}
     for equivalence in world.queue.classes.values():
         if equivalence.demand.answered_by:
@@ -53,7 +53,8 @@ def waiting(world: World) -> dict[str, list[QueueGroup]]:
 
 
 def admissions(world: World, policy: Policy, now: Instant) -> list[Decision]:
-    """Start queued inferences, for each loaded model up to `max_concurrent` of its server."""
+    """Return decisions that start queued inferences, for each loaded model up to `max_concurrent` of its
+    server."""
     by_model = waiting(world)
     if not by_model:
         return []
@@ -68,7 +69,7 @@ def admissions(world: World, policy: Policy, now: Instant) -> list[Decision]:
         while left and (head := line.next()) is not None:
             task = world.tasks[head.member[1]]
             if draft.short_of(task, policy.custom_limits):
-                continue  # and so are all others of its group
+                continue  # this leaves out the whole group, whose tasks all lack it
             decision = _admit(world, task, servers, now)
             draft.replace_task(task, decision.tasks[0].task)
             decisions.append(decision)
@@ -79,7 +80,8 @@ def admissions(world: World, policy: Policy, now: Instant) -> list[Decision]:
 
 class _QueueHead(NamedTuple):
     place: tuple[int, Rank, int, TenantOrderKey]
-    """1. higher band 2. rank of the tenant 3. fewer of the tenant's running 4. its own queue order"""
+    """The order of heads: the higher band, the rank of the tenant, the fewer running inferences of the
+    tenant, then the queue order within the tenant."""
     member: Member
     group: QueueGroup
 
@@ -104,13 +106,13 @@ class _ModelQueue:
         heapify(self._heads)
 
     def next(self) -> _QueueHead | None:
-        """Return the next head. Its group yields no other one until `take`."""
+        """Return the next head. Its group yields no other head until `take`."""
         while self._heads:
             head = heappop(self._heads)
             fresh = self._head(head.group, head.member)
             if fresh.place == head.place:
                 return head
-            heappush(self._heads, fresh)  # its tenant was given something since
+            heappush(self._heads, fresh)  # the tenant was given something since this head was made
         return None
 
     def take(self, head: _QueueHead) -> None:
@@ -138,7 +140,8 @@ def _admit(world: World, task: Task, servers: Sequence[str], now: Instant) -> De
 
 
 def keep_models_wanted(world: World, policy: Policy, now: Instant) -> list[Decision]:
-    """A model is wanted at the highest priority of the inferences that wait for it or that it answers."""
+    """Return the decisions that keep each model wanted at the highest priority of the inferences that wait
+    for it or that it answers."""
     if not policy.serving.ledger:
         return []
     urgency = {
@@ -162,7 +165,8 @@ def keep_models_wanted(world: World, policy: Policy, now: Instant) -> list[Decis
 def check_failed_models(
     world: World, reports: Iterable[Report], policy: Policy, now: Instant
 ) -> list[Decision]:
-    """Have the servers check models whose process is reported gone, and reload them if it is."""
+    """Return the decisions that have servers check the models whose process is reported gone, and reload them
+    if it is."""
     models = {
         task.demand.answered_by
         for report in reports
@@ -186,7 +190,7 @@ def claims_at_takeover(world: World) -> frozenset[tuple[TaskId, Fence]]:
 def requeue_claims(
     world: World, claims: frozenset[tuple[TaskId, Fence]], now: Instant, policy: Policy
 ) -> list[Decision]:
-    """Requeue those claims that are unchanged, without using up a retry."""
+    """Return the decisions that requeue the claims which are still active, without using up a retry."""
     decisions = []
     for name, fence in sorted(claims):
         task = world.holder(name, fence)

@@ -1,4 +1,4 @@
-"""Places where a task can run now: a node, and on it as many devices as the task asks for."""
+"""Places where a task can run now: a node, and as many of its devices as the task asks for."""
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -21,30 +21,36 @@ from gpubroker_server.core.world.placement_scores import PlacementScorer, Row, r
 from gpubroker_server.core.world.world import World
 
 Found = tuple[tuple[float, int, int, float, tuple[str, ...]], Placement]
-"""((memory left on its devices, or for `spread` the holders on them; the taken share of them and runs on the
-node, if they count; CPU left on it; names), placement): the smallest is the best."""
+"""A sort key and a placement. The smallest is the best.
+
+The first entry of the key is the penalty for unmet preferences, plus the MiB left on the devices, the number
+of holders on them for `spread`, or the negated placement score. The others are the share of the devices that
+is taken and the runs on the node, which only `spread` counts; the CPU left, which placement scores do not
+count; and the names of node and devices."""
 
 Option = tuple[float, int, DeviceKey, Mib]
-"""(MiB left on the device afterwards, and 0; for `spread` the holders on it, and its taken share; device; MiB
-to lease)"""
+"""A device with its sort key. The entries are the MiB left on the device afterwards, or for `spread` the
+number of its holders; the share of the device that is taken, which is 0 unless for `spread`; the device; and
+the MiB to lease."""
 
 Allows = Callable[[DeviceKey, Mib], bool]
 """Returns True if a task may take so many MiB of a device."""
 
 FAR_MB = 2**40
-"""The amount that is added for each unmet preference: more than any device has left."""
+"""The amount added to a place's key for each unmet preference: more than any device has left."""
 
 
 STARTS_AT_ONCE = 4
-"""A task without GPUs passes over a node with more runs that are being started, for one with fewer."""
+"""The number of runs that a node may be starting before a task without GPUs prefers nodes that start
+fewer."""
 
 BUSY_MB = 2**30
-"""The amount that is added for each STARTS_AT_ONCE of them: less than an unmet preference, more than any room
-that is left."""
+"""The amount added to a place's key for each STARTS_AT_ONCE runs that the node is starting: less than an
+unmet preference, more than any room that is left."""
 
 
 def scores_of(world: World, policy: Policy) -> PlacementScorer | None:
-    """Placement scores as of now; None if the policy does not ask for them or no demand is known."""
+    """Return the present placement scores; None if the policy does not ask for them or no demand is known."""
     return world.mix.worth(world.ledgers, world.inventory_version, policy.placement)
 
 
@@ -53,13 +59,13 @@ class PlaceTable:
     """The best place of equal tasks on each node that has one."""
 
     seen: int = -1
-    """Revision of the draft's changes up to which the table holds; -1: no node was probed yet."""
+    """The revision of the draft's changes up to which the table holds; -1 before the first probe."""
     found: dict[NodeName, Found] = field(default_factory=dict)
 
 
 PlaceTables = dict[tuple[Demand, int] | TaskId, PlaceTable]
-"""(demand, priority from which pledges keep room from it) -> places of such tasks; a task with pledges has a
-table of its own."""
+"""Maps a demand, and the lowest priority of pledges that keep room from it, to the places of such tasks. A
+task with pledges has a table of its own."""
 
 NO_NODES: Set[NodeName] = frozenset()
 
@@ -67,7 +73,8 @@ NOWHERE: Mapping[NodeName, Found] = MappingProxyType({})
 
 
 class Places:
-    """The places of one draft. For equal tasks only nodes that changed are probed again."""
+    """The places of one draft. For a task equal to an earlier one, only nodes that changed are probed
+    again."""
 
     def __init__(
         self,
@@ -79,8 +86,8 @@ class Places:
         rooms: NodeRooms | None = None,
         tables: PlaceTables | None = None,
     ) -> None:
-        """`scores` of places, as they were when the cycle began; None: by room left on the devices.
-        `tables`: of earlier drafts that share this draft's changes."""
+        """`scores` rank places as of the beginning of the cycle; with None the room left on the devices ranks
+        them. `tables` are those of earlier drafts that share this draft's changes."""
         self._rooms = NodeRooms(draft, policy, now, now, {}) if rooms is None else rooms
         self._tables: PlaceTables = {} if tables is None else tables
         self._draft = draft
@@ -90,29 +97,32 @@ class Places:
         self._nodes = frozenset(draft.usable_nodes())
 
     def best(self, task: Task) -> Placement | None:
-        """The best place for a task. Total order, smallest first:
+        """Return the best place for a task; None if there is none. The order of places is total, smallest
+        first:
 
-        1. unmet preferences: kinds, device by device, and nodes
-        2. for a task without GPUs, runs that the node is starting, STARTS_AT_ONCE by STARTS_AT_ONCE
-        3. how much of the usual demands it strands, in percent; or room left on its devices, then CPU left on
-           the node, if the task or the policy says `spread` or `best_fit`, if the task names its devices, or
-           if no demand is known. `spread`: fewest holders on its devices, then the smallest share of their
-           memory taken (`taken_share`), then fewest runs on the node, then most CPU
-        4. names of node and devices
+        1. the unmet preferences for kinds (counted by device) and nodes
+        2. for a task without GPUs, the runs that the node is starting, divided by STARTS_AT_ONCE
+        3. the percentage of the usual demands that the place strands. The room left on the devices, then the
+           CPU left on the node, count instead if the task or the policy says `best_fit`, if the task names
+           its devices, or if no demand is known. With `spread` these count instead: the fewest holders on the
+           devices, then the smallest share of their memory taken (`taken_share`), then the fewest runs on the
+           node, then the most CPU left
+        4. the names of node and devices
         """
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
-        found = [place for node in self._nodes if (place := self.on(node, task)) is not None]
-        return min(found)[1] if found else None
+        places = [place for node in self._nodes if (place := self.on(node, task)) is not None]
+        return min(places)[1] if places else None
 
     def table(self, task: Task, nodes: Set[NodeName] | None = None) -> Steps[Mapping[NodeName, Found]]:
-        """The best place on each node that has one; what is reserved counts as free. `nodes`: the others have
-        none."""
+        """Return the best place on each node that has one. Reserved room counts as free. All nodes outside
+        `nodes` are known to have no place."""
         if self._draft.short_of(task, self._policy.custom_limits):
             return NOWHERE
         kept_nodes = self._nodes_kept_for(task)
-        # Tasks of two priorities with no pledge between them have the same room on every node. The key names
-        # the lowest pledge that binds them, so it stays true for a node on which no pledge begins or ends.
+        # Tasks of two priorities with no pledge between them have the same room on every node. The key has
+        # the priority of the lowest pledge that binds them, so a table stays right while no pledge begins or
+        # ends.
         key = task.id if kept_nodes else (task.demand, self._draft.least_pledge_from(task.priority))
         table = self._tables.get(key)
         if table is None:
@@ -141,7 +151,7 @@ class Places:
         return table.found
 
     def kept(self, task: Task) -> Placement | None:
-        """Return a place on the devices pledged to it and no others; None if it cannot start there now."""
+        """Return a place on the devices that are pledged to the task; None if it cannot start there now."""
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
         pledges = self._draft.pledges_of(task.id)
@@ -157,7 +167,8 @@ class Places:
         *,
         all_reservations: bool,
     ) -> Placement | None:
-        """The best of these places where the task delays no reservation ahead of it, or none at all."""
+        """Return the best of these places where the task delays no reservation ahead of it, or with
+        `all_reservations` no reservation at all."""
         places = [place for node, place in table.items() if node not in reservations.on]
         if not reservations.is_depth_reached:
             for node in reservations.on.keys() & table.keys():
@@ -170,8 +181,8 @@ class Places:
     def gang(
         self, task: Task, reservations: Reservations | None = None, *, all_reservations: bool = False
     ) -> Gang | None:
-        """Return places for all ranks of a gang, within its quota. `reservations`: only where it delays none
-        of them that is ahead of it, or with `all_reservations` none at all."""
+        """Return places for all ranks of a gang, within its quota. With `reservations`, only places count
+        where the gang delays no reservation ahead of it, or with `all_reservations` no reservation at all."""
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
         gang_nodes = gang_nodes_of(self._draft, task, self._policy, self._now, self._scores)
@@ -184,9 +195,9 @@ class Places:
         return place_gang(task, gang_nodes, most)
 
     def without_idle_work(self, task: Task, nodes: Set[NodeName]) -> Steps[Placement | None]:
-        """Return the best place on those of these nodes that run idle work, once it has left and so has all
-        that is leaving anyway. The task does not fit on another node then: if it did, the search for
-        victims, which comes first, would have answered that it waits for that room."""
+        """Return the best place on the given nodes once all idle work, and all that is leaving anyway, has
+        left. Only nodes that run idle work are searched: if the task fitted on another node, the search for
+        victims, which comes first, would have answered that the task waits for that room."""
         places: list[Found] = []
         with_idle_work = [n for n in nodes & self._nodes if self._rooms.has_runs_below(n, IDLE_TOP + 1)]
         yield PROBE_SIFTED * len(nodes)
@@ -199,7 +210,7 @@ class Places:
         return min(places)[1] if places else None
 
     def on(self, node: NodeName, task: Task, allows: Allows | None = None) -> Found | None:
-        """The best place on one node, of the devices that are allowed."""
+        """Return the best place on one node, using only devices that are allowed; None if there is none."""
         return self._best_on(node, task, self._nodes_kept_for(task), allows)
 
     def _best_on(
@@ -272,7 +283,7 @@ class Places:
 
 
 def _allowed(room: Room, task: Task, allows: Allows) -> tuple[Row, ...]:
-    """Devices that are not allowed have nothing left."""
+    """Return what is left by class of device, with nothing left on devices that are not allowed."""
     left = []
     for device, mb in room.devices:
         need = need_mb(task.demand, device) if task.demand.gpus else None

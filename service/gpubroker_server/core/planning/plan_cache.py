@@ -16,13 +16,13 @@ from gpubroker_server.core.world.placement_scores import PlacementScorer
 from gpubroker_server.core.world.world import World
 
 MOST_UNASKED = 10_000
-"""Answers about demands that no task has any more; above, everything is forgotten."""
+"""The number of answers about demands that no task has any more above which all answers are dropped."""
 
 
 class PlanCache:
-    """A pure cache: a plan made with it is the plan made without. What it holds about a node is valid until
-    the node's revision; a refusal, until a node grows. Another World, another policy or an earlier time
-    empties it."""
+    """A pure cache: a plan made with it equals the plan made without it. An entry about a node is valid until
+    the node's next revision; a refusal is valid until a node grows. Another World, another policy or an
+    earlier time empties the cache."""
 
     def __init__(self) -> None:
         self._forget(World(), Policy())
@@ -40,17 +40,18 @@ class PlanCache:
         self.order: QueueOrder | None = None
         """The order of a cycle that is not finished."""
         self.has_grown = False
-        """A node grew since the last slice: any refusal may no longer hold."""
+        """True if a node grew since the last slice, so that any refusal may no longer hold."""
         self.has_news = False
-        """A node changed on which a task waits for room."""
+        """True if a node changed on which a task waits for room."""
 
     def open(
         self, world: World, policy: Policy, now: Instant, cycle_at: Instant, scores: PlacementScorer | None
     ) -> None:
-        """Begin a slice. `cycle_at` and `scores`: of the cycle."""
+        """Begin a slice. `cycle_at` is the instant at which its cycle began, and `scores` are those of the
+        cycle."""
         if not self.revisions.are_of(world, policy, now):
             self._forget(world, policy)
-        if scores is not self._scores:  # the best place may be another one; a refusal stays one
+        if scores is not self._scores:  # the best places may change, but refusals still hold
             self.places.clear()
             self._scores = scores
         if cycle_at != self._cycle_at:  # costs of victims are those of the beginning of a cycle
@@ -65,5 +66,5 @@ class PlanCache:
             self.refusals = Refusals()
 
     def close(self, decisions: Iterable[Decision]) -> None:
-        """End a slice: the next one checks whether these were committed."""
+        """End a slice. The next slice checks whether these decisions were committed."""
         self.revisions.close(decisions)

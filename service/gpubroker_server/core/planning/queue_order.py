@@ -1,4 +1,4 @@
-"""The order in which one cycle examines the queue, without touching more tasks than it examines."""
+"""The order in which one cycle examines the queue. It touches no more tasks than the cycle examines."""
 
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
@@ -21,19 +21,19 @@ from gpubroker_server.core.world.queue import (
 from gpubroker_server.core.world.world import World
 
 SIFTED_AT_A_TIME = 64
-"""Demands sifted between two yields: well under a millisecond."""
+"""The number of demands sifted between two yields, which takes well under a millisecond."""
 
 MERGED_AT_A_TIME = 16
-"""Demands, or groups of equals, merged between two yields."""
+"""The number of demands, or groups of equals, merged between two yields."""
 
 BEFORE_ALL: TenantOrderKey = (-101, 0, 0.0, 0.0, TaskId(""))
-"""Sorts before every key: keys begin with the top of a band, negated, and no priority is above 100."""
+"""A key before all others: keys begin with the top of a band, negated, and no priority is above 100."""
 
 Equals = tuple[QueueGroup, ...]
-"""Groups of one demand and one priority: without quotas, what holds for one of them holds for all."""
+"""The groups of one demand and one priority. Without quotas, what holds for one group holds for all."""
 
 Entry = tuple[OrderKey, TaskId, QueueGroup | None]
-"""The next task of a group, or (without a group) a task with pledges. The key is unique."""
+"""The next task of a group, or a task with pledges, which has no group. The key is unique."""
 
 
 class Head(NamedTuple):
@@ -41,8 +41,8 @@ class Head(NamedTuple):
 
     key: OrderKey
     is_merged: bool
-    """False if the head stands for all groups of its demand in this band, none of which has an earlier
-    task."""
+    """False if the head stands for all groups of its demand in this band. No task of these groups is before
+    the head."""
     task: TaskId
     group: QueueGroup | None
     behind: list[Entry]
@@ -53,22 +53,25 @@ class AdmissionFilter(Protocol):
     """Tells which groups need not be examined."""
 
     def inadmissible(self, classes: Iterable[EquivalenceClass], band: int) -> Sequence[EquivalenceClass]:
-        """The demands of which each task in this band, and each equal one of lower priority, is refused."""
+        """Return the classes of which every task in the band is refused, and every equal task of a lower
+        priority."""
         ...
 
     def is_refused_in(self, equivalence: EquivalenceClass, band: int) -> bool:
-        """True if it is known already that each task of this demand in this band is refused."""
+        """Return True if it is known that every task of this class in the band is refused."""
         ...
 
     def is_refused(self, group: QueueGroup) -> bool:
-        """True if each of its tasks is refused."""
+        """Return True if it is known that every task of the group is refused."""
         ...
 
 
 class QueueOrder:
     """A k-way merge over the heads of the groups, band by band, from a place in the order onwards.
-    Inadmissible groups are set aside until `requeue_inadmissible`. Tasks with pledges are merged one by one:
-    what is pledged to them is not free for equal tasks."""
+
+    Inadmissible groups are set aside until `requeue_inadmissible`. Tasks with pledges are merged one by one,
+    because what is pledged to them is not free for equal tasks.
+    """
 
     def __init__(
         self, world: World, policy: Policy, ordered_at: Instant, after: OrderKey | None, shares: FairShares
@@ -82,24 +85,25 @@ class QueueOrder:
         self._band = 0
         """The top priority of the band that is open."""
         self._bands = [top for _, _, top in reversed(BANDS) if after is None or -top >= after[0]]
-        """Bands to open, the highest last."""
+        """The bands that are still to be opened, the highest last."""
         self._unsifted: list[EquivalenceClass] = []
-        """Demands of the open band of which nobody has checked whether they are admissible."""
+        """The demands of the open band that have not been checked for admissibility."""
         self._arriving: list[EquivalenceClass | Equals] = []
-        """The groups of the open band that are sifted and not merged yet."""
+        """The groups of the open band that were checked and are not merged yet."""
         self._inadmissible: list[Equals] = []
         self._inadmissible_up_to: dict[EquivalenceClass, int] = {}
-        """Demand -> priority up to which no group is admissible, in the open band and below."""
+        """Maps a demand to the priority up to which no group is admissible, in the open band and below."""
         self._heads: list[Head] = []
         self._own_keys: dict[TaskId, TenantOrderKey] = {}
-        """Task -> its order within its tenant, for one slice. Each task is compared with all that have a
-        reservation."""
+        """Maps a task to its order within its tenant, for one slice. The order is kept because each task is
+        compared with all tasks that have a reservation."""
 
     def continues(
         self, world: World, ordered_at: Instant, after: OrderKey | None, shares: FairShares
     ) -> bool:
-        """True if this is the order of the rest of that cycle. A task submitted meanwhile may be missing, and
-        is planned in the next cycle: starting over at each arrival would cost a probe of every group."""
+        """Return True if this is the order of the rest of that cycle. A task submitted meanwhile may be
+        missing, and is planned in the next cycle: starting over at each arrival would cost a probe of every
+        group."""
         self._own_keys.clear()  # what a task inherits may have changed
         inputs = (self._world, self._ordered_at, self._after)
         return inputs == (world, ordered_at, after) and self.shares.is_same_moment_as(shares)
@@ -109,7 +113,8 @@ class QueueOrder:
         return not (self._unsifted or self._arriving or self._heads or self._bands)
 
     def next(self, admission: AdmissionFilter) -> Steps[Head | None]:
-        """Return the next task to examine, or None at the end. May be left at any yield and asked anew."""
+        """Return the next task to examine, or None at the end. The caller may abandon the search at any yield
+        and call again."""
         while not self.is_done:
             if self._unsifted:
                 yield self._sift(admission)
@@ -128,7 +133,7 @@ class QueueOrder:
         return None
 
     def charge(self, task: Task, mb: int) -> None:
-        """Count MiB given to the task that is being examined: its tenant's rank may fall."""
+        """Count MiB given to the task that is being examined, which may lower its tenant's rank."""
         self.shares.charge(task.tenant, mb, self._own_key(task))
 
     def key_of(self, task: Task) -> OrderKey:
@@ -136,13 +141,13 @@ class QueueOrder:
         return order_key(self._own_key(task), self.shares.rank(task.tenant))
 
     def requeue_awaiting(self) -> None:
-        """Examine again what was set aside group by group: some of it may wait for room on a node that
-        changed. Classes that no node has anything for wait until one grows."""
+        """Examine again the groups that were set aside one by one, since some may wait for room on a node
+        that changed. Classes that were set aside as a whole wait until a node grows."""
         self._arriving += self._inadmissible
         self._inadmissible = []
 
     def requeue_inadmissible(self) -> None:
-        """Examine the rest of the groups that were set aside again, because some node has grown."""
+        """Examine again all groups that were set aside, because a node has grown."""
         self._arriving += self._inadmissible
         self._unsifted += (
             equivalence for equivalence in self._inadmissible_up_to if self._band in equivalence.bands
@@ -151,7 +156,7 @@ class QueueOrder:
         self._inadmissible_up_to = {}
 
     def _take(self, head: Head, admission: AdmissionFilter) -> Head | None:
-        """The head if its task is to be examined now."""
+        """Return the head if its task is to be examined now."""
         if head.is_merged and not self.shares.has_one_tenant and self._was_overtaken(head):
             return None
         group = head.group
@@ -160,7 +165,7 @@ class QueueOrder:
         if not head.is_merged:
             self._merge_groups(group.equivalence, admission)
             return None
-        if group and admission.is_refused(group):  # an empty one has left the queue since it was merged
+        if group and admission.is_refused(group):  # an empty group has left the queue since it was merged
             behind = [other for _, _, other in head.behind if other is not None]
             self._inadmissible.append((group, *behind))
             return None
@@ -170,7 +175,7 @@ class QueueOrder:
 
     def _open_band(self, top: int) -> None:
         self._band = top
-        # In a lower band a group may have a higher priority of its own: it inherited none.
+        # In a lower band a group may have a higher priority of its own, because it inherited none.
         known = self._inadmissible_up_to
         self._unsifted = [
             equivalence
@@ -196,7 +201,7 @@ class QueueOrder:
         heapify(self._heads)
 
     def _sift(self, admission: AdmissionFilter) -> float:
-        """Set aside the demands that are refused as a whole. Returns what that cost."""
+        """Set aside the demands that are refused as a whole, and return the cost in probes."""
         chunk = self._unsifted[-SIFTED_AT_A_TIME:]
         del self._unsifted[-SIFTED_AT_A_TIME:]
         # A demand may have left the queue since it was set aside.
@@ -206,7 +211,7 @@ class QueueOrder:
             if equivalence in refused:
                 self._inadmissible_up_to[equivalence] = equivalence.highest[self._band]
             elif admission.is_refused_in(equivalence, self._band):
-                # Group by group, before a key is computed for each of them.
+                # Set the groups aside one by one, before a key is computed for each of them.
                 self._inadmissible += [
                     tuple(same_priority.values()) for same_priority in equivalence.bands[self._band].values()
                 ]
@@ -215,7 +220,7 @@ class QueueOrder:
         return PROBE_SIFTED * len(chunk)
 
     def _merge(self, arriving: EquivalenceClass | Equals, admission: AdmissionFilter) -> float:
-        """Put a demand, or groups of equals, among the heads. Returns what that cost."""
+        """Put a demand, or groups of equals, among the heads, and return the cost in probes."""
         if not isinstance(arriving, EquivalenceClass):
             return self._merge_priority([group for group in arriving if group], admission)
         if self._band in arriving.bands:
@@ -233,7 +238,7 @@ class QueueOrder:
         return PROBE_KNOWN
 
     def _merge_groups(self, equivalence: EquivalenceClass, admission: AdmissionFilter) -> None:
-        """The earliest task of this demand is next: merge its groups, if it is still admissible."""
+        """Merge the groups of a demand whose earliest task is next, if the demand is still admissible."""
         if self._band not in equivalence.bands:
             return
         if admission.inadmissible([equivalence], self._band):
@@ -243,8 +248,8 @@ class QueueOrder:
             self._merge_priority(list(same_priority.values()), admission)
 
     def _merge_priority(self, same_priority: Sequence[QueueGroup], admission: AdmissionFilter) -> float:
-        """Put them behind one head; with quotas, which tell tenants apart, each group behind its own. Returns
-        what that cost."""
+        """Put the groups behind one head, and return the cost in probes. With quotas, which tell tenants
+        apart, each group gets a head of its own."""
         for groups in (
             [(group,) for group in same_priority] if self._policy.has_quotas else [tuple(same_priority)]
         ):
@@ -273,7 +278,7 @@ class QueueOrder:
         )
 
     def _push_entry(self, entries: list[Entry], group: QueueGroup, member: Member | None) -> None:
-        """Add this task of the group, or the next one without pledges."""
+        """Add this member of the group, or else the next one without pledges, to the entries."""
         while member is not None and member[1] in self._pledged:
             member = group.after(member)
         if member is not None:
@@ -287,7 +292,8 @@ class QueueOrder:
             heappush(self._heads, Head(key, True, task, group, entries))
 
     def _was_overtaken(self, head: Head) -> bool:
-        """True if its tenant's rank has fallen since it was merged; then it goes back by its new rank."""
+        """Return True if the rank of the head's tenant has fallen since the head was merged. The head is then
+        put back by its new rank."""
         task = self._world.tasks.get(head.task)
         tenant = head.group.tenant if head.group else "" if task is None else task.tenant
         rank = self.shares.rank(tenant)

@@ -1,4 +1,4 @@
-"""The one cache around `find_way`: answers `Wait`, kept until something changes that could change them."""
+"""The cache of refusals: `Wait` answers of `find_way`, kept until a change could make them wrong."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -22,7 +22,7 @@ from gpubroker_server.core.planning.preemption.reclaim import may_make_room_in_l
 from gpubroker_server.core.world.queue import EquivalenceClass, QueueGroup
 
 OWN = frozenset({WaitReason.LIMIT, WaitReason.PLEDGED})
-"""Reasons that concern one task alone: nothing is remembered of them."""
+"""Reasons that concern one task alone. Refusals for these reasons are not remembered."""
 
 SHARED = frozenset({WaitReason.NO_ROOM, WaitReason.COMING})
 """Reasons that hold for every equal task, whatever its tenant and its place in the queue."""
@@ -31,19 +31,19 @@ ClassAndPriority = tuple[EquivalenceClass, int]
 """An equivalence class and the priority of some of its tasks."""
 
 Key = tuple[str, int, Demand]
-"""(tenant, or none where it makes no difference; priority; demand)"""
+"""The tenant, priority and demand of equal tasks. The tenant is empty where it makes no difference."""
 
 
 class _Answer(NamedTuple):
     wait: Wait
     grown: int
-    """Revision of `growth` up to which the answer holds."""
+    """The revision of `growth` up to which the answer holds."""
     changed: int
-    """Revision of `changes` up to which the answer holds for the nodes in `watches`."""
+    """The revision of `changes` up to which the answer holds for the nodes in `watches`."""
     watches: tuple[NodeName, ...] | None
-    """Nodes on which any change ends the answer; None for all nodes."""
+    """The nodes on which any change ends the answer; None for all nodes."""
     right: object = None
-    """The answer of the quotas at the time when this answer was found."""
+    """What quotas and guarantees allowed the task when the answer was found (`RefusalCache._right`)."""
 
 
 class _Coming(NamedTuple):
@@ -53,24 +53,26 @@ class _Coming(NamedTuple):
 
 
 class _RuledOut:
-    """No node had room for a task of one equivalence class, or runs that may be preempted to make it."""
+    """The finding that no node had room for a task of one equivalence class, nor runs that may be preempted
+    for it."""
 
     __slots__ = ("cpu", "gpus", "hopeful_at", "mb", "memory_mb", "probe", "steps")
 
     def __init__(self, probe: Task, revision: int) -> None:
-        """`probe`: one of these tasks, ruled out at this revision of `growth`."""
+        """`probe` is one of these tasks, and was ruled out at this revision of `growth`."""
         self.probe = probe
         self.gpus, self.mb = probe.demand.gpus, probe.demand.gpu_mb or 1
         # What is not asked for is never lacking, even on a node where it is overcommitted.
         self.cpu, self.memory_mb = probe.demand.cpu or -inf, probe.demand.memory_mb or -inf
         self.steps = [(probe.priority, revision)]
-        """(priority, revision of `growth` at which that was found): priorities fall, revisions rise."""
+        """The priorities that were ruled out, each with the revision of `growth` at which it was. Priorities
+        fall, revisions rise."""
         self.hopeful_at: dict[int, int] = {}
-        """Priority -> revision of `changes` at which a node that had grown might have had room."""
+        """Maps a priority to the revision of `changes` at which a node that had grown might have had room."""
 
     def rule_out(self, priority: int, revision: int) -> None:
-        """Note that no node has anything at the newest revision. That covers every lower priority, so older
-        findings for those say nothing more."""
+        """Note that no node has anything at the newest revision for tasks of this priority. The finding
+        covers every lower priority too, so it replaces the older findings for those."""
         steps = self.steps
         while steps and steps[-1][0] <= priority:
             steps.pop()
@@ -86,29 +88,30 @@ class _RuledOut:
 
 
 class _GrownRooms:
-    """The rooms, for tasks of one priority, of the nodes that grew, the newest first. Each says what the node
-    has, or could have after preemption. Read only as far back as it is asked for."""
+    """The rooms, for tasks of one priority, of the nodes that grew, the newest first. A room says what its
+    node has, or could have after preemption. Rooms are worked out only as far back as a caller asks."""
 
     __slots__ = ("_at", "_bounds", "_counts", "_grown", "_next", "_room_of", "_rooms", "bounds")
 
     def __init__(self, grown: Iterator[tuple[NodeName, int]], room_of: Callable[[NodeName], Room]) -> None:
-        """`grown`: nodes and the revisions at which they grew, the newest first."""
+        """`grown` yields nodes and the revisions at which they grew, the newest first."""
         self._grown = grown
         self._next = next(grown, None)
         self._room_of = room_of
         self._rooms: list[Room] = []
         self._at: list[int] = []
-        """Revisions of `_rooms`, negated so that they rise."""
+        """The revisions of `_rooms`, negated so that they rise."""
         self._bounds: list[tuple[int, ...]] = [()]
-        """Number of rooms, from the first on -> the most MiB that any of these rooms has on each number of
+        """Entry n is the bound of the first n rooms: the most MiB that any of them has on each number of
         devices."""
         self._counts: dict[int, int] = {}
-        """Revision -> number of rooms, from the first on, of nodes that grew after it."""
+        """Maps a revision to the number of leading rooms whose nodes grew after that revision."""
         self.bounds: dict[int, tuple[int, ...]] = {}
-        """Answers of `bound`."""
+        """The answers of `bound` by revision."""
 
     def fit(self, since: int, known: "_RuledOut") -> bool:
-        """True if such a task fits on a node that grew after that revision."""
+        """Return True if a task of the class that `known` describes fits on a node that grew after the
+        revision `since`."""
         gpus, mb, cpu, memory_mb = known.gpus, known.mb, known.cpu, known.memory_mb
         for room in self._rooms[: self._counts[since]]:
             amounts, beside = room.ceiling.amounts, room.beside
@@ -122,7 +125,8 @@ class _GrownRooms:
         return False
 
     def bound(self, since: int) -> tuple[int, ...]:
-        """Return the most MiB on so many devices that any node has that grew after that revision."""
+        """Return the most MiB that any node that grew after the revision `since` has on each number of
+        devices."""
         count = self._counts[since] = self._count_since(since)
         bound = self.bounds[since] = self._bounds[count]
         return bound
@@ -144,7 +148,7 @@ class _Ruled:
 
     out: dict[EquivalenceClass, _RuledOut]
     coming: dict[ClassAndPriority, _Coming]
-    """The tasks for which room is being given back on a node."""
+    """The tasks for which room is being given back on a node, with that node."""
 
 
 class Refusals:
@@ -155,16 +159,18 @@ class Refusals:
         self.unreserved = _Ruled({}, {})
         """Refusals on the nodes without a reservation."""
         self.answers: dict[Key, _Answer] = {}
-        """Refusals of gangs, and refusals in which a quota or a guarantee had a part."""
+        """The refusals of gangs, and those in which a quota or a guarantee had a part."""
         self.behind: dict[tuple[object, ...], _Answer] = {}
         """Refusals that depended on backfill reservations, keyed by the inputs of that decision."""
         self.joining: dict[Demand, int] = {}
-        """Demand of a rank -> revision of `growth` at which no node had room for it in a running gang."""
+        """Maps the demand of a rank to the revision of `growth` at which no node had room for another such
+        rank of a running gang."""
         self.forecasts: tuple[Forecast, ...] = ()
+        """The forecasts for which `behind` holds."""
         self.reserved_nodes: frozenset[NodeName] = frozenset()
-        """The reservations for which `behind` and `unreserved` hold."""
+        """The nodes with reservations for which `unreserved` holds."""
         self.awaited: set[NodeName] = set()
-        """Nodes with room that is being given back, for which a task waits."""
+        """The nodes on which a task waits for room that is being given back."""
 
     def __len__(self) -> int:
         ruled_out = len(self.everywhere.out) + len(self.unreserved.out)
@@ -179,21 +185,23 @@ class RefusalCache:
         self._view = view
         self._revisions = revisions
         self._rooms: dict[tuple[int, bool], _GrownRooms] = {}
-        """(priority, whether the tasks ask for GPUs) -> what grown nodes have for them."""
+        """Maps a priority, and whether the tasks ask for GPUs, to what grown nodes have for such tasks."""
         self._rooms_at = (0, 0)
-        """Revisions of `changes` and of `growth` for which `_rooms` hold."""
+        """The revisions of `changes` and of `growth` for which `_rooms` hold."""
         reservations = view.reservations
         if reservations.forecasts != known.forecasts:
             known.behind.clear()
             known.forecasts = reservations.forecasts
-        for node in sorted(known.reserved_nodes - reservations.on.keys()):  # free for all again
+        # Nodes that lost their reservation are free for all tasks again.
+        for node in sorted(known.reserved_nodes - reservations.on.keys()):
             revisions.changes.mark(node)
             revisions.growth.mark(node)
         known.reserved_nodes = frozenset(reservations.on)
 
     def inadmissible(self, classes: Iterable[EquivalenceClass], band: int) -> list[EquivalenceClass]:
-        """Return those classes of which every task in a band is refused, and every equal one of a lower
-        priority. None with quotas: then it depends on what other tenants are given before."""
+        """Return the classes of which every task in the band is refused, and every equal task of a lower
+        priority. With quotas, return no class: a refusal then depends on what other tenants are given
+        before."""
         if self._view.policy.has_quotas:
             return []
         everywhere, unreserved = self._known.everywhere, self._known.unreserved
@@ -210,7 +218,7 @@ class RefusalCache:
         ]
 
     def is_refused(self, group: QueueGroup) -> bool:
-        """True if each of its tasks is refused. False if one of them must be examined."""
+        """Return True if each task of the group is refused, False if one of them must be examined."""
         if self._view.policy.has_quotas:
             refused = self._is_refused_by_right(group)
             if refused is not None:
@@ -228,18 +236,19 @@ class RefusalCache:
         return self._is_ruled_out(ruled, group.equivalence, group.priority) or self._is_coming(ruled, group)
 
     def is_refused_in(self, equivalence: EquivalenceClass, band: int) -> bool:
-        """True if every task of this class in this band is refused, one priority after the other. A lower
-        priority of another band may find a way. False with quotas, as for `inadmissible`."""
+        """Return True if every task of the class in the band is refused, one priority after the other. A task
+        of a lower priority in another band may find a way. With quotas, return False: a refusal then depends
+        on what other tenants are given before."""
         if self._view.policy.has_quotas:
             return False
         for same_priority in equivalence.bands[band].values():
-            group = next(iter(same_priority.values()))  # it stands for all of its priority
+            group = next(iter(same_priority.values()))  # one group stands for all of its priority
             if not self.is_refused(group):
                 return False
         return True
 
     def recall(self, task: Task) -> Wait | None:
-        """The answer for one task behind reservations, if it still holds."""
+        """Return the remembered answer for a task behind reservations; None if there is none that holds."""
         if not self._known.behind or not self._view.reservations.on:
             return None
         answer = self._known.behind.get(self._key_behind(task))
@@ -248,7 +257,7 @@ class RefusalCache:
         return answer.wait if answer.right == self._right(task.tenant, task.demand, task.priority) else None
 
     def remember(self, task: Task, wait: Wait) -> None:
-        """An answer was found for a task without pledges."""
+        """Remember an answer that was found for a task without pledges."""
         if wait.reason in OWN:
             return
         reserved = wait.reason is WaitReason.RESERVED
@@ -256,8 +265,8 @@ class RefusalCache:
         if not is_gang and wait.reason in SHARED and (wait.coming_on or wait.reason is WaitReason.NO_ROOM):
             self._rule_out(self._known.everywhere, task, wait)
         on = self._view.reservations.on
-        # It says nothing about the nodes without a reservation if a guarantee decided, or if the room that is
-        # coming is on a node with one.
+        # The answer says nothing about the nodes without a reservation if a guarantee decided, or if the room
+        # that is coming is on a node with a reservation.
         if not is_gang and reserved and not (wait.by_tenant or set(wait.coming_on) & on.keys()):
             self._rule_out(self._known.unreserved, task, wait)
         closed = wait.by_tenant and bool(self._view.reservations.nodes_closed_to(task))
@@ -269,7 +278,7 @@ class RefusalCache:
             self._known.answers["", task.priority, task.demand] = self._answer(task, wait)
 
     def nodes_to_search(self, task: Task) -> Set[NodeName]:
-        """The usable nodes without those that had nothing when they were last probed."""
+        """Return the usable nodes without those that had nothing for the task when last probed."""
         nodes = self._view.offers.nodes
         ruled_out = self._ruled_out_at(self._known.everywhere, task)
         unreserved_at = self._ruled_out_at(self._known.unreserved, task)
@@ -280,19 +289,24 @@ class RefusalCache:
         return nodes
 
     def nodes_to_join(self, rank: Task) -> list[NodeName]:
-        """The nodes without a reservation that have room for one more rank of a running gang. Without
-        remembering that there is none, 50 such gangs cost a cycle of `bench plan --nodes 1000` a second."""
+        """Return the nodes without a reservation that have room for one more rank of a running gang.
+
+        That there is none is remembered: otherwise 50 such gangs make a cycle of `bench plan --nodes 1000` a
+        second longer.
+        """
         known, revision = self._known.joining, self._revisions.growth.revision
         since = known.get(rank.demand, 0)
         nodes = self._grown(since) if since else list(self._view.offers.nodes)
         reserved, rooms = self._view.reservations.on, self._view.offers.rooms
-        found = [node for node in nodes if node not in reserved and rooms.now(node, rank.priority).fits(rank)]
-        if not found:
+        fitting = [
+            node for node in nodes if node not in reserved and rooms.now(node, rank.priority).fits(rank)
+        ]
+        if not fitting:
             known[rank.demand] = revision
-        return found
+        return fitting
 
     def _ruled_out_at(self, ruled: _Ruled, task: Task) -> int:
-        """0 if never."""
+        """Return the newest revision of `growth` at which the task was ruled out; 0 if it never was."""
         known = ruled.out.get(self._view.draft.world.queue.group_of(task.id).equivalence)
         return known.covered_at(task.priority) if known else 0
 
@@ -317,7 +331,8 @@ class RefusalCache:
         return all(changes.at(node) <= answer.changed for node in answer.watches)
 
     def _still_waits(self, answer: _Answer, task: Task) -> bool:
-        """True if nodes grew, but none that the answer watches, and none that has anything for the task."""
+        """Return True if nodes grew, but none that the answer watches, and none that has anything for the
+        task."""
         if answer.watches is None or answer.wait.by_tenant or task.demand.bundles:
             return False
         changes, equivalence = (
@@ -329,7 +344,8 @@ class RefusalCache:
         )
 
     def _is_refused_by_right(self, group: QueueGroup) -> bool | None:
-        """True if its tenant's quota refuses it; None if that leaves it to what all such tasks find."""
+        """Return whether quotas and guarantees refuse the tenant's tasks of this group; None if they leave
+        the answer to what equal tasks of all tenants find."""
         tenant, priority, demand = group.tenant, group.priority, group.demand
         answer = self._known.answers.get((tenant, priority, demand))
         is_known = self._holds(answer) and answer.right == self._right(tenant, demand, priority)
@@ -339,7 +355,7 @@ class RefusalCache:
         return is_known if may_reclaim or is_known else None
 
     def _right(self, tenant: str, demand: Demand, priority: int) -> object:
-        """Return what quotas and guarantees say of a task; None if nothing."""
+        """Return what quotas and guarantees allow a task; None if they make no difference to it."""
         view = self._view
         if not view.policy.has_quotas:
             return None
@@ -356,14 +372,15 @@ class RefusalCache:
         return tenant, task.priority, task.demand, *self._view.reservations.equivalence_key(task)
 
     def _is_short(self, group: QueueGroup) -> bool:
-        """True if a limit of the whole cluster has too little left for such a task without pledges, and could
-        not be made to have enough."""
+        """Return True if a limit of the whole cluster has too little left for such a task without pledges,
+        and no preemption could change that."""
         probe = replace(self._probe(group), id=TaskId(""))
         return self._view.is_short_of_limits(probe) and not may_make_room_in_limit(self._view.offers, probe)
 
     def _is_ruled_out(self, ruled: _Ruled, equivalence: EquivalenceClass, priority: int) -> bool:
-        """True if the nodes that grew since then have nothing for such a task either."""
-        # Every class is asked in each cycle that follows a release, so the common answers call nothing.
+        """Return True if such a task was ruled out, and the nodes that have grown since have nothing for it
+        either."""
+        # Each cycle that follows a release asks this of every class, so the common answers call nothing.
         known = ruled.out.get(equivalence)
         if known is None:
             return False
@@ -391,8 +408,8 @@ class RefusalCache:
         return True
 
     def _grown_rooms(self, priority: int, *, with_gpus: bool) -> _GrownRooms:
-        """Return what nodes that grew have for tasks of this priority. Without remembering it `bench plan`
-        takes twice the time for a cycle."""
+        """Return what nodes that grew have for tasks of this priority. The rooms are remembered: otherwise a
+        cycle of `bench plan` takes twice the time."""
         revisions, below = self._revisions, victims_below(priority, with_gpus=with_gpus)
         revision = revisions.changes.revision, revisions.growth.revision
         if self._rooms_at != revision:
@@ -404,15 +421,16 @@ class RefusalCache:
         else:
             room_of = partial(rooms.now, priority=priority)
         grown = (mark for mark in revisions.growth.newest_first() if mark[0] in nodes)
-        found = self._rooms[priority, with_gpus] = _GrownRooms(grown, room_of)
-        return found
+        grown_rooms = self._rooms[priority, with_gpus] = _GrownRooms(grown, room_of)
+        return grown_rooms
 
     def _grown(self, since: int) -> list[NodeName]:
         nodes = self._view.offers.nodes
         return [node for node in self._revisions.growth.since(since) if node in nodes]
 
     def _is_coming(self, ruled: _Ruled, group: QueueGroup) -> bool:
-        """True if the room that is being given back will still do, and there is none before."""
+        """Return True if the room that is being given back will still be enough, and no node has room for the
+        task before then."""
         key = (group.equivalence, group.priority)
         coming = ruled.coming.get(key) if ruled.coming else None
         if coming is None:
@@ -450,5 +468,5 @@ class RefusalCache:
                 known.rule_out(task.priority, grown)
 
     def _probe(self, group: QueueGroup) -> Task:
-        """Return one of its tasks; which one makes no difference to a node."""
+        """Return one task of the group; which one makes no difference to a node."""
         return self._view.draft.world.tasks[group.member(0)[1]]

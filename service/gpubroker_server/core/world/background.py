@@ -1,5 +1,5 @@
-"""The amounts that background and idle work may still take of the fleet. Fleet control sets them, starts use
-them up."""
+"""The amounts that background and idle work may still take of the fleet. Fleet control sets the amounts, and
+starts of such work use them up."""
 
 from collections.abc import Iterator, Mapping
 
@@ -13,7 +13,8 @@ BACKGROUND_TOP = band_of(BAND_NAMES["background"])[2]
 
 
 def gives_way(priority: int) -> bool:
-    """A model that makes room for all work at once; it is neither background nor idle work."""
+    """Return True for the priority of a model that makes room for all work at once. Such a model is neither
+    background nor idle work."""
     return priority < 0
 
 
@@ -26,8 +27,8 @@ def is_idle_work(priority: int) -> bool:
 
 
 class BackgroundRoom:
-    """MiB by scope: a part of the fleet with a target. The last start in a scope may take more than is left
-    of it, for otherwise a large task would wait for ever."""
+    """The MiB that are left for background work in each scope, which is a part of the fleet with a target.
+    The last start in a scope may take more than is left, because otherwise a large task would never start."""
 
     __slots__ = ("left_mb", "scopes")
 
@@ -36,7 +37,7 @@ class BackgroundRoom:
         left_mb: Mapping[str, int] | None = None,
         scopes: Mapping[NodeName, tuple[str, ...]] | None = None,
     ) -> None:
-        """`scopes`: node -> the scopes that it is in. A node that is in no scope is open."""
+        """`scopes` maps a node to the scopes that it is in. A node that is in no scope is open."""
         self.left_mb = dict(left_mb or {})
         self.scopes = scopes or {}
 
@@ -44,14 +45,14 @@ class BackgroundRoom:
         return BackgroundRoom(self.left_mb, self.scopes)
 
     def is_closed(self, node: NodeName) -> bool:
-        """Nothing is left for it in one of the node's scopes."""
+        """Return True if nothing is left for background work in one of the node's scopes."""
         return any(self.left_mb[scope] <= 0 for scope in self.scopes.get(node, ()))
 
     def closed(self) -> Iterator[NodeName]:
         return filter(self.is_closed, self.scopes)
 
     def take(self, lease: Lease) -> list[NodeName]:
-        """Count a new lease; returns the nodes that this has closed."""
+        """Count a new lease, and return the nodes that this has closed."""
         if not is_background(lease.priority):
             return []
         closed = []

@@ -1,5 +1,5 @@
-"""Tasks that run after others: an index of what they wait for, the priorities that are inherited, and what
-happens once a dependency has ended."""
+"""Tasks that run after others: the index of their dependencies, the priorities that dependencies inherit, and
+the decisions once a dependency has ended."""
 
 from collections import Counter, deque
 from collections.abc import Collection, Container, Iterable, Mapping
@@ -14,16 +14,16 @@ from gpubroker_server.core.domain.task import Move, OnFailure, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, TaskId
 
 NO_PRIORITY = -1
-"""The priority that a held task passes on: nothing need hurry for it."""
+"""The priority that a held task passes on, which is below all others."""
 
 MAX_DECISIONS = 1000
-"""Most decisions per call of `settle_dependencies`: a task may have any number of dependents."""
+"""The most decisions per call of `settle_dependencies`, since a task may have any number of dependents."""
 
 
 class PriorityInheritance:
-    """The highest priority among the direct and indirect dependents of each dependency. Each dependent counts
-    with the priority that it passes on, so a change costs as much as there are tasks whose place in the queue
-    changes."""
+    """The highest priority among the direct and indirect dependents of each dependency. Each dependent is
+    counted with the priority that it passes on, so the cost of a change is proportional to the number of
+    tasks whose place in the queue changes."""
 
     def __init__(
         self,
@@ -31,19 +31,19 @@ class PriorityInheritance:
         dependents: Mapping[TaskId, Collection[TaskId]],
         workers: Mapping[TaskId, Collection[TaskId]],
     ) -> None:
-        """`remaining`: dependent -> its dependencies. `dependents`: dependency -> its dependents. `workers`:
-        array -> its workers, which inherit what the array does."""
+        """`remaining` maps a dependent to its dependencies, and `dependents` a dependency to its dependents.
+        `workers` maps an array to its workers, which inherit the priority of the array."""
         self.priorities: dict[TaskId, int] = {}
         self.changed: set[TaskId] = set()
-        """Tasks with a changed inherited priority, until the queue has taken notice."""
+        """The tasks with a changed inherited priority that the queue has not repositioned yet."""
         self._remaining = remaining
         self._dependents = dependents
         self._workers = workers
         self._own: dict[TaskId, int] = {}
         self._passed: dict[TaskId, int] = {}
-        """Dependent -> the priority that it passes on."""
+        """Maps a dependent to the priority that it passes on."""
         self._counts: dict[TaskId, Counter[int]] = {}
-        """Dependency -> priority -> number of dependents that pass it on."""
+        """Maps a dependency to the number of dependents that pass on each priority."""
 
     def update(self, dependent: Task) -> None:
         self._own[dependent.id] = NO_PRIORITY if dependent.held else dependent.priority
@@ -60,7 +60,8 @@ class PriorityInheritance:
         self.priorities.pop(task, None)
 
     def of(self, task: Task) -> Inherited | None:
-        """Return the priority that the task has in the queue, if that is inherited."""
+        """Return the priority that the task has in the queue, and from which dependent, if it is
+        inherited."""
         first = task.holder.array if isinstance(task.holder, WorkerSeat) else task.id
         highest = self.priorities.get(first, NO_PRIORITY)
         if highest <= task.priority:
@@ -107,40 +108,42 @@ class PriorityInheritance:
 
 class TaskEnd(NamedTuple):
     state: TaskState | None
-    """The end of the task; None if its record is gone."""
+    """The state in which the task ended; None if its record is gone."""
     failed_by: TaskId | None = None
-    """The first failed task of the chain of dependencies, if the task failed because of another one."""
+    """The first failed task of the chain of dependencies, if the task failed because of another task."""
 
 
 class DependencyIndex:
-    """The tasks that wait for others. They leave it when nothing remains to wait for, and when they end.
+    """The index of the tasks that wait for others. A task leaves it when no dependency remains, and when the
+    task ends.
 
-    A dependency may have ended before the World read either row: it is `unknown`, and the store says how it
-    ended. So the order in which rows arrive does not matter, and no end is missed.
+    A dependency may have ended before the World read its row or that of the dependent. It is then `unknown`,
+    and the store says how it ended. Therefore rows may arrive in any order, and no end is missed.
 
-    The id of an array or of a worker set, which is that of its first worker, means all of it. It ends with
-    its last worker; how an array ended depends on its items, which the store knows.
+    The id of an array or of a worker set is that of its first worker, and here means the whole. The array or
+    set ends with its last worker. How an array ended depends on its items, which the store knows.
     """
 
     def __init__(self, sets: Container[TaskId] = ()) -> None:
-        """`sets`: the worker sets that have not ended."""
+        """`sets` has the worker sets that have not ended."""
         self.sets = sets
         self.workers: dict[TaskId, set[TaskId]] = {}
-        """Array -> its workers that have not ended."""
+        """Maps an array to its workers that have not ended."""
         self.dependents: dict[TaskId, dict[TaskId, OnFailure]] = {}
-        """Dependency -> dependents, and what its failure does to each."""
+        """Maps a dependency to its dependents, and to what its failure does to each."""
         self.remaining: dict[TaskId, set[TaskId]] = {}
-        """Dependent -> dependencies that have not ended."""
+        """Maps a dependent to its dependencies that have not ended."""
         self.ready: set[TaskId] = set()
-        """Dependents with nothing left to wait for."""
+        """The dependents with no dependency left to wait for."""
         self.unsatisfiable: dict[TaskId, tuple[TaskId, TaskEnd]] = {}
-        """Dependents that cannot run, and the end because of which."""
+        """Maps a dependent that cannot run to the dependency that prevents it, and the end of that."""
         self.unknown: set[TaskId] = set()
-        """Dependencies that the World does not know."""
+        """The dependencies that the World does not know."""
         self.inheritance = PriorityInheritance(self.remaining, self.dependents, self.workers)
 
     def enter(self, task: Task, known: Mapping[TaskId, Task]) -> None:
-        """A task that is new to the World: as a dependent, and as a dependency."""
+        """Enter a task that is new to the World, as a dependent and as a dependency. `known` has the tasks of
+        the World."""
         match task.holder:
             case WorkerSeat(array) if not task.is_terminal:
                 self.workers.setdefault(array, set()).add(task.id)
@@ -190,7 +193,8 @@ class DependencyIndex:
             self.unknown.add(array)
 
     def set_is_over(self, id: TaskId) -> None:
-        """A worker set is over; what waits for it learns from the store how its first worker ended."""
+        """Record that a worker set is over. Its dependents learn from the store how its first worker
+        ended."""
         if id in self.dependents:
             self.unknown.add(id)
 
@@ -206,7 +210,8 @@ class DependencyIndex:
                 self.ready.add(dependent)
 
     def learn(self, asked: Iterable[TaskId], ends: Mapping[TaskId, TaskEnd]) -> None:
-        """Take over the store's answer about unknown dependencies. One without a record ended long ago."""
+        """Enter the store's answer about unknown dependencies. A dependency without a record ended long
+        ago."""
         for task in asked:
             end = ends.get(task, TaskEnd(None))
             if task in self.unknown and (end.state is None or end.state.is_terminal):
@@ -227,8 +232,8 @@ class DependencyIndex:
 def settle_dependencies(
     awaited: DependencyIndex, tasks: Mapping[TaskId, Task], now: Instant
 ) -> list[Decision]:
-    """Fail tasks after a failed dependency, and their dependents in turn; queue those that are ready. At most
-    MAX_DECISIONS: to be repeated until there are none."""
+    """Return decisions that fail tasks after a failed dependency, and their dependents in turn, and that
+    queue tasks which are ready. There are at most MAX_DECISIONS: repeat the call until it returns none."""
     decisions = list(_cascade(awaited, tasks, now))
     failed = {decision.subject for decision in decisions}
     ready = sorted(awaited.ready - failed - awaited.unsatisfiable.keys())[: MAX_DECISIONS - len(decisions)]
@@ -236,7 +241,7 @@ def settle_dependencies(
 
 
 def _cascade(awaited: DependencyIndex, tasks: Mapping[TaskId, Task], now: Instant) -> list[Decision]:
-    """Failures in breadth-first order. A task beyond the limit is unsatisfiable at the next call."""
+    """Return the failures in breadth-first order. A task beyond the limit fails at the next call."""
     agenda = deque((name, *awaited.unsatisfiable[name]) for name in sorted(awaited.unsatisfiable))
     decisions: dict[TaskId, Decision] = {}
     while agenda and len(decisions) < MAX_DECISIONS:
@@ -274,7 +279,7 @@ def _how(end: TaskEnd) -> str:
 
 
 def _enqueue(task: Task, now: Instant) -> Decision:
-    """Return the decision with which the task enters the queue, and its time limit to wait begins."""
+    """Return the decision by which the task enters the queue and its time limit to wait begins."""
     changes: dict[str, Any] = {"awaits": False}
     if task.queue_ttl_seconds is not None:
         earliest = max(now, task.not_before or now)

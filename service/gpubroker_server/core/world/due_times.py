@@ -1,12 +1,12 @@
-"""Due times of tasks: cheap to ask, however many tasks wait."""
+"""Due times of tasks. The due tasks are found at little cost, however many tasks wait."""
 
 from heapq import heapify, heappop, heappush
 
 from gpubroker_server.core.domain.units import Instant, TaskId
 
 _STALE_ENTRIES = 64
-"""The heap is rebuilt when stale entries outnumber the live ones by this many, so that a small one is not
-rebuilt at each change."""
+"""The number by which stale entries must outnumber the live ones before the heap is rebuilt. It keeps a small
+heap from being rebuilt at each change."""
 
 
 class DueTimes(dict[TaskId, Instant]):
@@ -32,7 +32,7 @@ class DueTimes(dict[TaskId, Instant]):
         return twin
 
     def due(self, now: Instant) -> list[TaskId]:
-        """The due tasks, by time and id. They stay until they are removed."""
+        """Return the due tasks, by time and id. They stay in the mapping until they are removed."""
         come: list[tuple[Instant, TaskId]] = []
         while self._heap and self._heap[0][0] <= now:
             due_at, task = heappop(self._heap)

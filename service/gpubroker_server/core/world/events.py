@@ -18,37 +18,40 @@ from gpubroker_server.core.world.payload import Payload, fields_of, payload_of, 
 
 SUBMITTED = "task.submitted"
 _CORDON = ("cordon_reason", "cordoned_by", "cordoned_at", "draining_since", "drain_deadline_at")
-"""Fields of a node with an event of their own: release 0.2.0 passes over that event, and fails on an unknown
-field of a node."""
+"""The fields of a node that have an event of their own, because release 0.2.0 ignores an unknown event but
+fails on an unknown field of a node."""
 _CLOSURE = ("closure",)
-"""Likewise of a device."""
+"""The fields of a device that have an event of their own, because release 0.2.0 fails on an unknown field of
+a device."""
 _FORM_OF_STANDING = 4
-"""Events of pauses and worker sets have it: a leader that does not know them would start what is paused, and
-scale nothing."""
+"""The reader form of events about pauses and worker sets. A leader that does not know these events would
+start paused tasks, and would not scale worker sets."""
 _FORM_OF_LATE_RANKS = 4
-"""A reader that does not know them cannot read the members of a gang that has grown."""
+"""The reader form of events about ranks that joined late. A reader that does not know such ranks cannot read
+the members of a gang that has grown."""
 
 
 class Event(Struct, frozen=True, eq=False):
-    """One event of the log: what changed in which row, in commit order. Never a payload."""
+    """One event of the log, in commit order: what changed in which row. It never holds a user's payload."""
 
     position: Position
     at: Instant
     kind: str
-    """`task.admitted`, `lease.released`, `pledge.made`, `device.seen`, `node.seen`, `request.made`, ..."""
+    """The subject and its change, for example `task.admitted`, `lease.released` or `node.seen`."""
     key: str
     version: int
     tenant: str
     payload: Payload
     task: Task | None = None
-    """The task after the event, if this process wrote the event: it need not be decoded."""
+    """The task after the event, if this process wrote the event, so that it need not be decoded."""
 
     @property
     def fields(self) -> Fields:
         return fields_of(self.payload)
 
     def __eq__(self, other: object) -> bool:
-        """Return True if both record the same change; only the process that wrote an event has values."""
+        """Return True if both events record the same change. Their values are compared in decoded form, since
+        only the process that wrote an event has the objects."""
         return isinstance(other, Event) and _facts(self) == _facts(other)
 
     def __hash__(self) -> int:
@@ -61,7 +64,7 @@ def _facts(event: Event) -> tuple[object, ...]:
 
 
 def consecutive(events: Iterable[Event], position: Position) -> list[Event]:
-    """The events after a position. Raises OutOfSync if one is missing."""
+    """Return the events after a position. Raises OutOfSync if one is missing."""
     fresh = [event for event in events if event.position > position]
     for expected, event in enumerate(fresh, start=position + 1):
         if event.position != expected:
@@ -73,7 +76,7 @@ def consecutive(events: Iterable[Event], position: Position) -> list[Event]:
 
 
 class NewEvent(Struct, frozen=True):
-    """An event without a position; the last statement before COMMIT numbers it."""
+    """An event without a position. The last statement before COMMIT numbers it."""
 
     kind: str
     key: str
@@ -82,8 +85,8 @@ class NewEvent(Struct, frozen=True):
     payload: Payload
     task: Task | None = None
     reader: int = 1
-    """The lowest reader form that may read on past this event. A new kind that changes the World, or a new
-    meaning of a known field, gets a new number; an optional field does not."""
+    """The lowest reader form that may continue past this event. A new kind of event that changes the World,
+    or a new meaning of a known field, gets a new number; an optional field does not."""
 
     @property
     def fields(self) -> Fields:
@@ -94,12 +97,13 @@ class NewEvent(Struct, frozen=True):
 
 
 def submitted(task: Task) -> NewEvent:
-    """The first event of a task: all its fields."""
+    """Return the first event of a task, which has all its fields."""
     return NewEvent(SUBMITTED, task.id, task.version, task.tenant, payload_of(task), task, _form_of(task))
 
 
 def _form_of(task: Task) -> int:
-    """A reader that does not know models or inferences would start them as runs."""
+    """Return the reader form of a task's first event. A reader that does not know models or inferences would
+    start them as runs."""
     match task.holder:
         case Run() | Gang() | WorkerSeat() | External():
             return 1
@@ -116,7 +120,7 @@ def requested(request: Request) -> NewEvent:
 
 
 def task_of(event: Event | NewEvent) -> TaskId | None:
-    """The task that an event is about; None for nodes, devices and holders that are no tasks."""
+    """Return the task that an event is about; None for nodes, devices and holders that are no tasks."""
     match event.kind.partition(".")[0]:
         case "task":
             return TaskId(event.key)
@@ -133,9 +137,9 @@ def task_of(event: Event | NewEvent) -> TaskId | None:
 
 
 def events_of(decision: Decision) -> Iterator[NewEvent]:
-    """The events of a decision, in this order: nodes, devices, tasks, leases, pledges, requests,
-    notices, worker sets, pauses, work streams, estimates. The World enters a lease into its device's ledger
-    with its task's stop notice, so device and task come before it."""
+    """Yield the events of a decision, in this order: nodes, devices, tasks, leases, pledges, requests,
+    notices, worker sets, pauses, work streams, estimates. Devices and tasks come before leases, because the
+    World enters a lease into its device's ledger with its task's stop notice."""
     for node in decision.nodes:
         yield NewEvent("node.seen", node.name, node.version, "", without(node, _CORDON))
     for device in decision.devices:
@@ -166,7 +170,7 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         for pause in pauses:
             yield NewEvent(f"queue.{change}", pause.queue, 1, pause.tenant, pause, reader=_FORM_OF_STANDING)
     for stream in decision.streams:
-        # Release 0.2.0 passes over it: it goes on with the weights of its settings.
+        # Release 0.2.0 ignores this event, and keeps the weights of its settings.
         change = "removed" if stream.is_untold else "changed"
         yield NewEvent(f"stream.{change}", stream.name, 1, "", stream)
     yield from _estimates("learned", ((lesson.topic, lesson.value) for lesson in decision.lessons))
@@ -185,7 +189,7 @@ class ClosureChange(Struct, frozen=True):
 
 
 def closure_notice(device: Device) -> Notice:
-    """Return the news that a GPU was closed or reopened: what the device's row has of it, and its place."""
+    """Return the notice that a GPU was closed or reopened, with its closure and its place."""
     what = "closed" if device.is_closed else "reopened"
     about = {"closure": device.closure, "node": device.node, "uuid": device.uuid, "index": device.index}
     return Notice(f"gpu.{what}", device.key, about)
@@ -207,11 +211,11 @@ def _task_changes(write: TaskWrite) -> dict[str, Any]:
 
 
 def lease_change(lease: Lease) -> tuple[str, Payload]:
-    """Return what happened to a lease, and its payload: all of a new one, otherwise what changed."""
+    """Return the change of a lease and its payload: all fields of a new lease, otherwise the changed ones."""
     if lease.version == 1:
         return lease.state.value, lease
     state = {"state": lease.state}
-    if lease.state is LeaseState.HELD and lease.overused_mb:  # it is marked only while it is held
+    if lease.state is LeaseState.HELD and lease.overused_mb:  # overuse is marked only while a lease is held
         return "overused", {**state, "mb": lease.mb, "overused_mb": lease.overused_mb}
     if lease.state is LeaseState.QUARANTINED:
         return lease.state.value, {**state, "quarantined_at": lease.quarantined_at}
@@ -219,7 +223,8 @@ def lease_change(lease: Lease) -> tuple[str, Payload]:
 
 
 def _estimates(change: str, topics: Iterable[tuple[SketchKey, float | None]]) -> Iterator[NewEvent]:
-    """Yield one event for what one run teaches. The event holds values, never a sketch."""
+    """Yield one event per tenant and subject with what was learned. The event holds values, never a
+    sketch."""
     for (tenant, subject), group in groupby(topics, key=lambda pair: (pair[0].tenant, pair[0].subject)):
         values = [[topic.kind, topic.what.value, value] for topic, value in group]
         yield NewEvent(f"estimate.{change}", subject, 1, tenant, {"values": values})

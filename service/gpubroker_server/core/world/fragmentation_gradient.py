@@ -1,9 +1,10 @@
 """Measures of the free room of a node that no typical demand could use, and the choice of the place where a
 demand strands the least.
 
-After Weng et al., "Beware of Fragmentation: Scheduling GPU-Sharing Workloads with Fragmentation Gradient
-Descent" (USENIX ATC 2023; github.com/hkust-adsl/kubernetes-scheduler-simulator). Why our own measure differs:
-docs/decisions/0024. Host memory is left out: the caller has checked it.
+The method is that of Weng et al., "Beware of Fragmentation: Scheduling GPU-Sharing Workloads with
+Fragmentation Gradient Descent" (USENIX ATC 2023; github.com/hkust-adsl/kubernetes-scheduler-simulator).
+docs/decisions/0024 says why our own measure differs. Host memory is left out, because the caller has checked
+it.
 
 Amounts are in one unit of the caller's choice: MiB in the service, thousandths of a GPU in the benchmark.
 """
@@ -18,10 +19,11 @@ COVERAGE = 0.95
 """The share of recent tasks that the typical demands cover."""
 
 CAPACITY_SHARE = 0.1
-"""Weight of the capacity term in our measure; chosen on the openb traces, where 0.05 to 0.2 give the same."""
+"""The weight of the capacity term in our measure, chosen on the openb traces, where all weights from 0.05 to
+0.2 give equal results."""
 
 MAX_CACHED = 50_000
-"""Answers that a measure caches before it starts afresh: some 20 MB."""
+"""The number of answers, about 20 MB, that a measure caches before it drops them all."""
 
 
 class Shape(NamedTuple):
@@ -30,13 +32,12 @@ class Shape(NamedTuple):
     cpu: float
     devices: int
     amounts: tuple[tuple[str, int], ...] = ()
-    """(kind, amount on each device, at least 1), sorted by kind; other kinds cannot host it. A whole device
-    is asked for as all that a device of the kind has."""
+    """The kinds that can host the demand, sorted, each with the amount on each device, which is at least 1.
+    For a whole device it is all that a device of the kind has."""
 
 
 class Remainder(NamedTuple):
-    """The rest of a node: its CPU, and the amount that is left on each of its devices of one kind, in index
-    order."""
+    """What is left of a node: its CPU, and the amount on each of its devices of one kind, in index order."""
 
     cpu: float
     left: tuple[int, ...]
@@ -45,13 +46,13 @@ class Remainder(NamedTuple):
 
 class DeviceChoice(NamedTuple):
     score: int
-    """0..100; 50 or more means that nothing new is stranded."""
+    """A number from 0 to 100; 50 or more means that nothing new is stranded."""
     devices: tuple[int, ...]
-    """Indexes into `Remainder.left`, ascending."""
+    """The chosen indexes into `Remainder.left`, ascending."""
 
 
 Inventory = Mapping[str, tuple[int, int]]
-"""kind -> (number of devices, amount of a whole one)"""
+"""Maps a kind to the number of its devices and the amount of a whole one."""
 
 
 class TypicalDemand(NamedTuple):
@@ -63,8 +64,9 @@ class TypicalDemand(NamedTuple):
 
 
 def typical_shapes(mix: Mapping[Shape, int], coverage: float = COVERAGE) -> dict[Shape, float]:
-    """The most frequent shapes until `coverage` of all tasks is covered, with their shares among themselves.
-    Of equally frequent ones the larger comes first, as in the paper's simulator."""
+    """Return the most frequent shapes that together cover the share `coverage` of all tasks, with their
+    shares among themselves. Of equally frequent shapes the larger comes first, as in the paper's
+    simulator."""
     enough = coverage * sum(mix.values())
     counted: dict[Shape, int] = {}
     covered = 0
@@ -77,15 +79,15 @@ def typical_shapes(mix: Mapping[Shape, int], coverage: float = COVERAGE) -> dict
 
 
 class FragmentationMeasure:
-    """The room of a node that typical demands, weighted, could not use, and placement scores by it. Answers
-    are cached; they depend on the arguments alone."""
+    """The weighted room of a node that typical demands could not use, and the placement scores that follow
+    from it. Answers are cached; they depend on the arguments alone."""
 
     def __init__(
         self, weights: Mapping[Shape, float], *, capacity_share: float, step: float, in_tasks: bool
     ) -> None:
-        """`step`: the growth at which a score falls from 50 to 26, about one device.
+        """`step` is the growth of lost room, about one device, at which a score falls from 50 to 26.
 
-        `in_tasks`: room counts by the number of tasks of a shape that it holds, not by its amount.
+        With `in_tasks`, room counts by the number of tasks of a shape that it holds, not by its amount.
         """
         self._weights = tuple(weights.items())
         self._capacity_share = capacity_share
@@ -97,10 +99,11 @@ class FragmentationMeasure:
         self._spots: dict[Shape, dict[Remainder, DeviceChoice | None]] = {}
         self._remembered = 0
         self.worked_out = 0
-        """Rows of devices evaluated so far: the cost of questions that were not cached."""
+        """The number of rows of devices evaluated so far, which is the cost of answers that were not
+        cached."""
 
     def lost(self, room: Remainder) -> float:
-        """The weighted room that typical demands could not use: between 0 and `whole`."""
+        """Return the weighted room that typical demands could not use, between 0 and `whole`."""
         key = Remainder(room.cpu, tuple(sorted(room.left)), room.kind)
         lost = self._lost.get(key)
         if lost is None:
@@ -113,8 +116,9 @@ class FragmentationMeasure:
         return self._table(tuple(sorted(room.left)), room.kind).whole
 
     def spot(self, shape: Shape, room: Remainder) -> DeviceChoice | None:
-        """Return the place where the demand strands the least on this node; None if it does not fit. Of equal
-        scores the lowest device wins; for several devices per demand, the fullest that have room."""
+        """Return the place where the demand strands the least on this node; None if it does not fit. Of
+        places with equal scores the lowest device wins. A demand for several devices gets the fullest that
+        have room."""
         spots = self._spots.setdefault(shape, {})
         try:
             return spots[room]
@@ -140,7 +144,7 @@ class FragmentationMeasure:
         return best
 
     def rate(self, gain: float) -> int:
-        """The score of a gain in usable room: 0..100, 50 for none."""
+        """Return the score, from 0 to 100, of a gain in usable room; 50 for no gain."""
         steps = max(-700.0, gain / self._step)  # exp(710) overflows
         return math.floor(100 / (1 + math.exp(-steps)))
 
@@ -150,20 +154,20 @@ class FragmentationMeasure:
     def _table(self, left: tuple[int, ...], kind: str) -> "Table":
         table = self._tables.get((left, kind))
         if table is None:
-            known = self._usual.get(kind)
-            if known is None:
-                known = self._usual[kind] = tuple(self._on(kind))
+            demands = self._usual.get(kind)
+            if demands is None:
+                demands = self._usual[kind] = tuple(self._on(kind))
             self.worked_out += 1
-            table = self._tables[left, kind] = Table(left, known, self._capacity_share)
+            table = self._tables[left, kind] = Table(left, demands, self._capacity_share)
         return table
 
     def _on(self, kind: str) -> list[TypicalDemand]:
-        known = []
+        demands = []
         for shape, weight in self._weights:
             amount = dict(shape.amounts).get(kind)
             task_size = task_amount(shape, kind) if self._in_tasks else 1
-            known.append(TypicalDemand(shape.cpu, shape.devices, amount, weight / task_size))
-        return sorted(known, key=lambda typical: typical.cpu)
+            demands.append(TypicalDemand(shape.cpu, shape.devices, amount, weight / task_size))
+        return sorted(demands, key=lambda typical: typical.cpu)
 
     def _make_room(self) -> None:
         self._remembered += 1
@@ -184,10 +188,11 @@ class Table:
     ) -> None:
         self.whole = sum(left) * math.fsum(typical.weight for typical in known)
         self._uses: list[tuple[float, float, float, int]] = []
-        """(CPU of one task, value if one fits, value of each that fits, how many fit if CPU allows)"""
+        """The uses by CPU: the CPU of one task, the value if one task fits, the value of each task that fits,
+        and the number of tasks that fit if CPU allows."""
         # A measure makes thousands of tables, each for up to 64 demands, so this loop calls little.
         count = len(left)
-        sums = list(accumulate(reversed(left), initial=0))  # of the emptiest devices: `left` ascends
+        sums = list(accumulate(reversed(left), initial=0))  # sums over the emptiest devices: `left` ascends
         for cpu, devices, amount, weight in known:
             if amount is None:
                 continue
@@ -213,16 +218,16 @@ class Table:
 
 
 def fgd(shapes: Mapping[Shape, float], device: float) -> FragmentationMeasure:
-    """The paper's measure: a shape counts by its share of all tasks, tasks without devices included.
+    """Return the paper's measure: a shape counts by its share of all tasks, including tasks without devices.
 
-    F = sum over shapes of share x R if the node cannot host one, else share x what is left on devices too
-    full for it; R is what is left on all devices. `device`: the amount of a whole one.
+    F is the sum over shapes of share x R if the node cannot host the shape, else of share x what is left on
+    devices too full for it. R is what is left on all devices. `device` is the amount of a whole device.
     """
     return FragmentationMeasure(shapes, capacity_share=0.0, step=device, in_tasks=False)
 
 
 def tasks_lost(shapes: Mapping[Shape, float], stock: Inventory) -> FragmentationMeasure:
-    """The service's measure: the number of typical tasks that what is left could not hold.
+    """Return the service's measure: the number of typical tasks that what is left could not hold.
 
     A shape counts by its share x sqrt(all of the stock / what of it can host the shape), and room by (0.9 x
     the paper's F + 0.1 x (R - what copies of the shape could fill)) / what one task takes.
@@ -236,16 +241,19 @@ def tasks_lost(shapes: Mapping[Shape, float], stock: Inventory) -> Fragmentation
 
 
 def scarcity(shape: Shape, stock: Inventory) -> float:
-    """1 for a shape that fits anywhere, more the less of the stock can host it, 0 if nothing can. The square
-    root is a compromise: without scarcity, demands for a rare kind find it taken; with the plain ratio the
-    rest of the stock is filled worse."""
+    """Return 1 for a shape that fits anywhere, more the less of the stock can host it, and 0 if nothing can.
+
+    The square root is a compromise: without scarcity, demands for a rare kind find it taken; with the plain
+    ratio the rest of the stock is filled worse.
+    """
     everything = sum(number * size for number, size in stock.values())
     usable = sum(stock[kind][0] * stock[kind][1] for kind, _ in shape.amounts if kind in stock)
     return math.sqrt(everything / usable) if usable else 0.0
 
 
 def task_amount(shape: Shape, kind: str | None = None) -> int:
-    """The sum over all devices of one task, on this kind or else where it takes least."""
+    """Return the amount that one task takes of all its devices together, on this kind or else on the kind
+    where it takes the least."""
     amounts = dict(shape.amounts)
     amount = amounts.get(kind) if kind is not None else None
     return shape.devices * (amount or min(amounts.values()))
@@ -256,8 +264,8 @@ def most_copies(slots: list[int], devices: int) -> int:
     if devices == 1:
         return sum(slots)
     # A device serves each task once, so at most `copies` of its slots count. That many slots are also enough:
-    # dealt out to the tasks in turn, device by device, no two of a device go to one task (McNaughton's
-    # wrap-around rule).
+    # if they are dealt out to the tasks in turn, device by device, no task gets two slots of one device
+    # (McNaughton's wrap-around rule).
     copies = sum(slots) // devices
     while copies and sum(min(slot, copies) for slot in slots) < copies * devices:
         copies -= 1
@@ -265,7 +273,8 @@ def most_copies(slots: list[int], devices: int) -> int:
 
 
 def candidate_devices(left: tuple[int, ...], devices: int, amount: int) -> list[tuple[int, ...]]:
-    """The choices worth comparing: of equally full devices the lowest, of several the fullest."""
+    """Return the choices worth comparing: for one device, the lowest of equally full ones; for several
+    devices, only the fullest."""
     fitting = [place for place, room in enumerate(left) if room >= amount]
     if devices > 1:
         fullest = sorted(fitting, key=lambda place: left[place])[:devices]

@@ -1,5 +1,5 @@
-"""The ledger of one device: its leases, measured use, pledges and free memory. And holders not confirmed
-gone."""
+"""The ledger of one device (its leases, measured use, pledges and free memory), and the index of holders that
+are not confirmed gone."""
 
 from collections.abc import Iterator
 from math import inf
@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.orders import RunId
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, TaskId
 
 NOISE_DIVISOR = 256
-"""1/NOISE_DIVISOR of a device's memory may be in use without a process: contexts and the driver."""
+"""Up to 1/NOISE_DIVISOR of a device's memory may be used by contexts and the driver without any process."""
 
 
 class Holding(Struct, frozen=True):
@@ -38,7 +38,7 @@ class Holding(Struct, frozen=True):
 
     @property
     def unlisted_mb(self) -> int:
-        """The memory that an ended run may still use: its process is no longer listed before its memory is
+        """The memory that an ended run may still use: its process leaves the list before its memory is
         free."""
         is_ending = self.lease.state is LeaseState.RELEASING
         return self.occupied_mb - self.measured_mb if is_ending and not self.is_on_server else 0
@@ -51,12 +51,12 @@ class Holding(Struct, frozen=True):
 class LedgerTotals(NamedTuple):
     leased_mb: int = 0
     held_mb: int = 0
-    """Sum of `occupied_mb`."""
+    """The sum of `occupied_mb`."""
     begun_mb: int = 0
-    """Leases of runs that may use memory."""
+    """The MiB of the leases of runs that may use memory."""
     measured_mb: int = 0
     loaded_mb: int = 0
-    """Leases of models and servers that are loaded."""
+    """The MiB of the leases of models and servers that are loaded."""
     unlisted_mb: int = 0
 
     def with_that_of(self, holding: Holding, sign: int) -> "LedgerTotals":
@@ -80,8 +80,8 @@ class DeviceLedger:
 
     free = physical - reserve - foreign - unexplained - sum of max(lease, measured) - pledged and freed
 
-    A pledge is a claim. What its victims still hold of it has yet to be freed; the rest is kept from every
-    task of the same or lower priority, as far as it is there.
+    A pledge is a claim to memory. One part of it is still held by its victims; the other part, as far as it
+    is free, is kept from every task of the pledge's priority or a lower one.
     """
 
     __slots__ = ("_leaving", "_since", "_sums", "_unheld_mb", "device", "holdings", "pledges", "sample")
@@ -92,9 +92,9 @@ class DeviceLedger:
         """The holdings by lease. Only `_enter` changes them."""
         self.pledges: dict[TaskId, Pledge] = {}
         self.sample: DeviceSample | None = None
-        """The newest one; None before the first."""
+        """The newest sample; None before the first."""
         self._since = Instant(-inf)
-        """Samples up to this instant are not used."""
+        """The instant up to which samples are not used."""
         self._unheld_mb: int | None = None
         self._sums = NO_HOLDINGS
         self._leaving: dict[str, Holding] = {}
@@ -113,59 +113,61 @@ class DeviceLedger:
 
     @property
     def foreign_mb(self) -> Mib:
-        """Use by processes without a lease: as measured, and at least what the operator declared."""
+        """The use by processes without a lease: what is measured, and at least what the operator declared."""
         measured_mb = 0 if self.sample is None else self.sample.foreign_mb or 0
         return Mib(max(measured_mb - self.served_mb, self.device.declared_foreign_mb))
 
     @property
     def served_mb(self) -> int:
-        """The part of foreign use that is the model servers': at most what is leased to what they have loaded
-        (ADR 111)."""
+        """The part of the foreign use that belongs to model servers: at most the leases of what they have
+        loaded (ADR 111)."""
         measured_mb = 0 if self.sample is None else self.sample.foreign_mb or 0
         return min(measured_mb, self._sums.loaded_mb)
 
     @property
     def unexplained_mb(self) -> Mib:
-        """Use that no known process and no ended run explains: a process in another container, or one that
-        hangs in the driver after its lease was released.
+        """The use that no known process and no ended run explains, for instance that of a process in another
+        container, or of one that hangs in the driver after its lease was released.
 
-        Where use cannot be attributed, this is all beyond what was declared and what is leased to runs that
-        have begun. The reserve covers it first, and a little of it is driver noise; see ADR 20.
+        Where use cannot be attributed to processes, all use beyond what was declared and what is leased to
+        runs that have begun is unexplained. The reserve covers unexplained use first, and a little of such
+        use is ignored as driver noise; see ADR 20.
         """
         unknown_mb, device = self._beyond_known_mb(), self.device
         return Mib(unknown_mb if unknown_mb > device.physical_mb // NOISE_DIVISOR else 0)
 
     def _beyond_known_mb(self) -> int:
-        """Return the use beyond that of the known processes; negative if processes are listed with more than
-        is in use."""
+        """Return the use beyond that of the known processes; negative if the processes together are listed
+        with more than is in use."""
         sample = self.sample
         if sample is None:
             return 0
         # A holder whose lease was released accounts for no use: what it used counts as taken until the next
-        # sample. Nor does a run that is not known to have begun.
+        # sample. A run that is not known to have begun accounts for no use either.
         is_listed = sample.foreign_mb is not None
         listed_mb = self._sums.measured_mb + self.served_mb + self._sums.unlisted_mb
-        known = listed_mb if is_listed else self._sums.begun_mb
-        return sample.used_mb - self.foreign_mb - known - self.device.reserve_mb
+        known_mb = listed_mb if is_listed else self._sums.begun_mb
+        return sample.used_mb - self.foreign_mb - known_mb - self.device.reserve_mb
 
     def register(self, device: Device) -> None:
-        """A removed device that comes back takes nothing before it was measured again."""
+        """Take over a new row of the device. A removed device that comes back takes nothing before it is
+        measured again."""
         self.device = device
         self._unheld_mb = None
         if not device.present:
             self.sample = None
 
     def put(self, lease: Lease, freeing_for: TaskId | None = None, *, stopping: bool = False) -> None:
-        """Add or update a lease; a released one is removed."""
+        """Add or update a lease, or remove it if it is released."""
         if lease.state is LeaseState.RELEASED:
             self._enter(lease.key, None)
         else:
             self._enter(lease.key, Holding(lease, self._measured_mb(lease), freeing_for, stopping))
 
     def assume_released(self, lease: str) -> None:
-        """Take the lease out as if its holder had left and a sample had shown it."""
+        """Remove the lease as if its holder had left and a sample had shown that."""
         holding = self.holdings[lease]
-        # The lease explains use without a listed process only as far as the sample has such use.
+        # An ended run explains use without a listed process only as far as the sample has such use.
         dying_mb = max(0, holding.unlisted_mb + min(0, self._beyond_known_mb()))
         self._enter(lease, None)
         if self.sample is not None:
@@ -193,7 +195,7 @@ class DeviceLedger:
         return sample.at > self._since and (self.sample is None or sample.at >= self.sample.at)
 
     def require_new_sample(self, since: Instant) -> None:
-        """Take nothing new before a sample after this instant."""
+        """Take nothing new until there is a sample that was taken after this instant."""
         self._since, self._unheld_mb = since, None
         if self.sample is not None and self.sample.at <= since:
             self.sample = None
@@ -222,16 +224,16 @@ class DeviceLedger:
         return self._unheld_mb
 
     def releasing_mb(self, preemptor: TaskId) -> int:
-        """Return what the runs that stop for this preemptor still hold here."""
+        """Return the MiB of this device that the runs which stop for this preemptor still hold."""
         return sum(holding.occupied_mb for holding in self.leaving() if holding.freeing_for == preemptor)
 
     def pledge_claim_mb(self, pledge: Pledge) -> int:
-        """Return what others must leave free for this preemptor: its pledge without what its victims still
-        hold."""
+        """Return the MiB that others must leave free for the preemptor: its pledge without what its victims
+        still hold."""
         return max(0, pledge.mb - self.releasing_mb(pledge.preemptor))
 
     def reserved_free_mb(self, pledge: Pledge) -> int:
-        """The free part of a pledge's claim; claims of higher priority come first."""
+        """Return the free MiB of a pledge's claim; claims of higher priority come first."""
         left = max(0, self.unallocated_mb())
         for other in self.pledges.values():
             if (-other.priority, other.preemptor) < (-pledge.priority, pledge.preemptor):
@@ -242,7 +244,7 @@ class DeviceLedger:
         """Return the MiB that a task of this id and priority could take now; negative if over-used or
         over-pledged.
 
-        Its own pledge counts as free, and so do pledges of strictly lower priority.
+        The task's own pledge counts as free, and so do pledges of strictly lower priority.
         """
         free = self.unallocated_mb()
         for pledge in self.pledges.values():
@@ -258,7 +260,8 @@ class DeviceLedger:
         return iter(self._leaving.values())
 
     def free_after_releases_mb(self, *, task: TaskId | None = None, priority: int = -1) -> int:
-        """`free_mb` once every holding that is being freed is gone; negative if too much is pledged."""
+        """Return what `free_mb` will be once every holding that is being freed is gone; negative if too much
+        is pledged."""
         free_mb = self.unallocated_mb() + sum(holding.occupied_mb for holding in self.leaving())
         for pledge in self.pledges.values():
             if pledge.preemptor != task and pledge.priority >= priority:
@@ -266,21 +269,22 @@ class DeviceLedger:
         return free_mb
 
     def is_stale(self, now: Instant, period_seconds: float) -> bool:
-        """Return True if the last sample is missing or older than three periods: the device takes nothing
-        new."""
+        """Return True if the last sample is missing or older than three periods; then the device takes
+        nothing new."""
         return self.sample is None or now - self.sample.at > 3 * period_seconds
 
     def takes_nothing(self, now: Instant, period_seconds: float) -> bool:
-        """Return True if nothing new may be placed here, whatever is free: it is closed, or not measured."""
-        # As `is_closed` and `is_stale` say; each plan asks for each device.
+        """Return True if nothing new may be placed on the device, whatever is free, because it is closed or
+        not measured."""
+        # This repeats `is_closed` and `is_stale`, to save their calls: each plan asks it of each device.
         closure, sample = self.device.closure, self.sample
         if closure is not None and not closure.is_waived:
             return True
         return sample is None or now - sample.at > 3 * period_seconds
 
     def _enter(self, key: str, after: Holding | None) -> None:
-        """Replace or remove the holding of this key. The sums are kept up to date: a device may have
-        thousands of holdings, and each change asks for them."""
+        """Replace or remove the holding of this key. The sums are updated, not added up anew, because a
+        device may have thousands of holdings and each change asks for the sums."""
         self._unheld_mb = None
         before = self.holdings.get(key)
         if before is not None:
@@ -306,10 +310,10 @@ class UnconfirmedHolders:
 
     def __init__(self) -> None:
         self.releasing: dict[RunId, Instant] = {}
-        """Run -> the time at which its end was reported; rows say only that it ended. Its leases are released
-        together."""
+        """Maps a run to the time at which its end was reported, which its rows do not say. The leases of a
+        run are released together."""
         self.quarantined: dict[str, dict[str, Lease]] = {}
-        """Holder -> leases in quarantine of all its attempts, by key."""
+        """Maps a holder to the leases in quarantine of all its attempts, by key."""
 
     def note(self, lease: Lease, at: Instant) -> None:
         run = (TaskId(lease.holder), lease.fence, lease.rank)
@@ -325,6 +329,6 @@ class UnconfirmedHolders:
                 del self.quarantined[lease.holder]
 
     def claims_of(self, holder: TaskId) -> set[Fence]:
-        """The holder's claims that have ended, or were given up, and still hold memory."""
+        """Return the holder's claims that have ended, or were given up, and still hold memory."""
         ending = {fence for name, fence, _ in self.releasing if name == holder}
         return ending | {lease.fence for lease in self.quarantined.get(holder, {}).values()}

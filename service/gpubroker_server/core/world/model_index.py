@@ -1,4 +1,4 @@
-"""An index over models that are wanted or loaded, and the inferences that ask them."""
+"""An index of the models that are wanted or loaded, and of the inferences that ask them."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -12,15 +12,15 @@ from gpubroker_server.core.domain.task import Task, TaskState, model_of
 from gpubroker_server.core.domain.units import Instant, TaskId
 
 WAIT_BOUNDS: Final = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0)
-"""Bounds of the histogram of waits, in seconds."""
+"""The bounds of the histogram of waits, in seconds."""
 
 
 _MOST_NAMES: Final = 1024
-"""The names of models come from clients."""
+"""The most models whose last answer is kept. The number is limited because clients choose the names."""
 
 
 def is_unasked(task: Task) -> bool:
-    """True of a model that made room for others, and that no request has needed since."""
+    """Return True if the model made room for others and no request has needed it since."""
     return task.state is TaskState.PENDING and model_of(task).yields
 
 
@@ -28,11 +28,12 @@ class InferenceCounts:
     def __init__(self) -> None:
         self.ended: Counter[TaskState] = Counter()
         self.waited_seconds = 0.0
-        """Sum over all first sends."""
+        """The sum of the waits over all first sends."""
         self._waits = [0] * (len(WAIT_BOUNDS) + 1)
 
     def note(self, before: Task, after: Task) -> None:
-        """A task changed. The wait ends at the first send; it begins at submit, or at `not_before`."""
+        """Count the change of a task. The wait begins at submission, or at `not_before`, and ends at the
+        first send."""
         match after.holder:
             case Inference():
                 self._note_inference(before, after)
@@ -57,11 +58,11 @@ class ModelIndex:
     def __init__(self) -> None:
         self._live: dict[ModelKey, Task] = {}
         self._known: dict[TaskId, Task] = {}
-        """Models by task, ended ones too, as long as they may hold memory."""
+        """The models by task. Ended models stay as long as they may hold memory."""
         self._asking: dict[str, dict[TaskId, Task]] = {}
         self._answered_at: dict[str, Instant] = {}
-        """Model -> when an inference was last sent to it or answered, as far as this process has seen; of the
-        `_MOST_NAMES` that were asked last."""
+        """Maps a model to the instant at which an inference was last sent to it or answered, as far as this
+        process has seen. Only the `_MOST_NAMES` models that were asked last are kept."""
         self.answered = InferenceCounts()
 
     def note(self, task: Task) -> None:
@@ -75,7 +76,7 @@ class ModelIndex:
 
     def _note_model(self, task: Task, model: Model) -> None:
         if task.id in self._known:
-            home = model_of(self._known[task.id]).home  # its server may have had another name
+            home = model_of(self._known[task.id]).home  # the server may have had another name before
             if self._live.get(home) == self._known[task.id]:
                 del self._live[home]
         self._known[task.id] = task
@@ -86,7 +87,7 @@ class ModelIndex:
         self._known.pop(task.id, None)
 
     def asking(self, model: str) -> Mapping[TaskId, Task]:
-        """The inferences of a model that were sent and have not ended."""
+        """Return the inferences of a model that were sent and have not ended."""
         return self._asking.get(model, {})
 
     def answered_at(self, model: str) -> Instant:
@@ -94,7 +95,7 @@ class ModelIndex:
         return self._answered_at.get(model, Instant(0.0))
 
     def asked(self) -> list[str]:
-        """The models that have such inferences, sorted."""
+        """Return the models with inferences that were sent and have not ended, by name."""
         return sorted(self._asking)
 
     def _note_inference(self, task: Task) -> None:
@@ -115,11 +116,11 @@ class ModelIndex:
         return self._live.get(home)
 
     def known(self) -> Iterator[Task]:
-        """Yield the models, ended ones with memory included, ordered by id."""
+        """Yield the models by id, including ended models with memory."""
         return (self._known[name] for name in sorted(self._known))
 
     def on(self, server: str, address: str = "", process: str = "") -> Iterator[Task]:
-        """Return all models of one server, including ended ones that have memory, ordered by id."""
+        """Yield all models of one server by id, including ended models with memory."""
         for task in self.known():
             if model_of(task).is_at(server, address, process):
                 yield task

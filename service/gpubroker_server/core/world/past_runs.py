@@ -1,4 +1,4 @@
-"""The use of past runs, and the peaks of present ones."""
+"""The learned use of past runs, and the measured peaks of present runs."""
 
 from collections.abc import Mapping
 
@@ -9,16 +9,16 @@ from gpubroker_server.core.world.ledger import Holding
 
 
 class RunHistory:
-    """Learned sketches by topic, and measured peaks by lease, which live in memory only: after a restart
-    those of present runs start from 0."""
+    """The learned sketches by topic, and the measured peaks by lease. The peaks live in memory only: after a
+    restart those of present runs start from 0."""
 
     def __init__(self) -> None:
         self.sketches: dict[SketchKey, Sketch] = {}
-        """Least recently updated first."""
+        """The sketches by topic; the least recently updated is first."""
         self.peaks: dict[str, Mib] = {}
-        """Lease key -> peak use of its device."""
+        """Maps a lease key to the holder's peak use of the device."""
         self.above: dict[str, Holding] = {}
-        """Lease key -> holding, where the last measurement exceeds the lease."""
+        """Maps a lease key to its holding, if the last measurement exceeds the lease."""
 
     def put(self, topic: SketchKey, sketch: Sketch) -> None:
         self.sketches.pop(topic, None)

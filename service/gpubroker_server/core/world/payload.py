@@ -1,12 +1,12 @@
 """The payload of an event: a domain value, or those of its fields that have changed.
 
-The process that wrote an event has the values themselves; from the database come their JSON texts. The text
-of another release is read by the same types: fields that it lacks have their defaults, and unknown fields are
-left out. `NewEvent.reader` says which texts must not be read so.
+The process that wrote an event has the values themselves; other processes read their JSON texts from the
+database. The text of another release is read by the same types: fields that it lacks have their defaults, and
+unknown fields are left out. `NewEvent.reader` says which texts must not be read in this way.
 
-In texts, what a task's holder has stands beside the other fields, as it does in the columns of a row: all
-releases write it so, and the demand tells gangs and inferences. So processes of several releases follow one
-log, and a run, the usual holder, has nothing to write.
+In texts, the fields of a task's holder are written beside the other fields, like the columns of a row. All
+releases write them in this way, and the demand tells gangs and inferences apart, so processes of several
+releases can follow one log. A run, the usual holder, has no fields of its own.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -39,12 +39,13 @@ S = TypeVar("S", bound=Struct)
 
 
 def encode(payload: Payload) -> str:
-    """Return the JSON. Raises UnicodeEncodeError for text that UTF-8 cannot encode."""
+    """Return the payload as JSON. Raises UnicodeEncodeError for text that UTF-8 cannot encode."""
     return payload if isinstance(payload, str) else json.encode(payload).decode()
 
 
 def read(payload: Payload, kind: type[S]) -> S:
-    """Return the value of which this is the payload. Raises msgspec.ValidationError for another kind."""
+    """Return the value of this kind that the payload holds. Raises msgspec.ValidationError if it holds
+    another kind."""
     if isinstance(payload, kind):
         return payload
     return json.decode(payload, type=kind) if isinstance(payload, str) else convert(payload, kind)
@@ -65,7 +66,7 @@ COMMON_FIELDS = tuple(name for name in Task.__struct_fields__ if name != "holder
 
 
 def fields_of_holder(holder: Holder) -> HolderFields:
-    """Return what only tasks of this kind have."""
+    """Return the fields that only tasks with this kind of holder have."""
     match holder:
         case Run() | Inference():
             return NO_HOLDER_FIELDS
@@ -110,14 +111,15 @@ StoredTask: Any = defstruct(
     frozen=True,
     omit_defaults=True,
 )
-"""A task as texts and rows have it."""
+"""A task in the form of texts and rows, with the fields of its holder beside the common ones."""
 _common: Callable[[Any], tuple[Any, ...]] = attrgetter(*COMMON_FIELDS)
 _of_holder: Callable[[Any], tuple[Any, ...]] = attrgetter(*HOLDER_FIELDS)
 _DEMAND = COMMON_FIELDS.index("demand")
 
 
 def payload_of(task: Task) -> Payload:
-    """Return the payload of all fields of a task. A run is its own: it has only the common part."""
+    """Return the payload of all fields of a task. The payload of a run is the task itself, which has only the
+    common fields."""
     if isinstance(task.holder, Run):
         return task
     text: Struct = StoredTask(*_common(task), *_of_holder(fields_of_holder(task.holder)))
@@ -125,7 +127,8 @@ def payload_of(task: Task) -> Payload:
 
 
 def read_task(payload: Payload) -> Task:
-    """Return the task with its demand shared with equal ones: a queue keeps each demand once."""
+    """Return the task. Its demand is one object for all equal demands, so that a queue keeps each demand
+    once."""
     if isinstance(payload, Task):
         return payload
     text = read(payload, StoredTask)
@@ -137,17 +140,17 @@ def read_task(payload: Payload) -> Task:
 
 def changed_task(before: Task, payload: Payload, version: int) -> Task:
     """Return the task with the fields that the payload has."""
-    given = _given(payload, StoredTask)
+    changes = _given(payload, StoredTask)
     match before.holder:
-        case Gang() if "members" in given:
-            given["holder"] = Gang(given["members"])
-        case Model() if "model" in given:
-            given["holder"] = given["model"]
+        case Gang() if "members" in changes:
+            changes["holder"] = Gang(changes["members"])
+        case Model() if "model" in changes:
+            changes["holder"] = changes["model"]
         case _:
             pass  # no other holder changes
     for name in HOLDER_FIELDS:
-        given.pop(name, None)
-    return replace(before, **given, version=version)
+        changes.pop(name, None)
+    return replace(before, **changes, version=version)
 
 
 def changed(before: S, payload: Payload, **more: Any) -> S:
@@ -169,8 +172,8 @@ def _partial(kind: type[Struct]) -> type[Struct]:
 
 def fields_of(payload: Payload) -> Fields:
     """Return plain JSON values, for readers of the log."""
-    found: Fields = json.decode(encode(payload))
-    return found
+    plain_fields: Fields = json.decode(encode(payload))
+    return plain_fields
 
 
 def without(value: Struct, names: Iterable[str]) -> Mapping[str, Any]:
@@ -179,11 +182,12 @@ def without(value: Struct, names: Iterable[str]) -> Mapping[str, Any]:
 
 
 def released_members(members: Iterable[Member]) -> list[list[Any]]:
-    """Return members as release 0.2.0 reads them: without the end that a rank has no use for.
+    """Return members in the form that release 0.2.0 reads: lists without the last fields, where those have
+    their defaults.
 
-    A rank that was added to a running gang has all fields, which that release refuses by the event's reader
-    number. The encoding of Member, which has all fields of each, is read as well; it can be written once no
-    process of that release can be beside this one.
+    A rank that was added to a running gang has all fields. Release 0.2.0 does not read it, because of the
+    event's reader number. The usual encoding of Member, with all fields of each, can be read already; it can
+    be written once no process of release 0.2.0 runs beside this one.
     """
     return [[getattr(m, name) for name in m.__struct_fields__[: _length(m)]] for m in members]
 

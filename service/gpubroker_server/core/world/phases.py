@@ -13,17 +13,17 @@ from gpubroker_server.core.world.events import SUBMITTED, Event
 class Phase(StrEnum):
     QUEUED = "queued"
     ADMITTED = "admitted"
-    """The task's memory is leased, and the node's agent is not known to have the order. The agent says when
-    it got the order together with the start of the process; until then all of the time counts here."""
+    """The task's memory is leased, and the node's agent is not known to have the order. The agent reports
+    when it got the order only with the start of the process; until then all of the time counts here."""
     STARTING = "starting"
-    """The agent has the order: the run waits for a process, or that imports and unpickles. What no agent
-    starts is only ever starting: a model that is loaded."""
+    """The agent has the order, and the run waits for a process, or the process imports and unpickles. A model
+    that is being loaded, which no agent starts, is in this phase from its admission on."""
     RUNNING = "running"
     STOPPING = "stopping"
 
 
 Course = Sequence[tuple[Phase | None, Instant]]
-"""The phases of a task, each with the time when it began; None once it has ended."""
+"""The phases of a task, each with the instant at which it began; None stands for the end of the task."""
 
 STATE_EVENTS = tuple(f"task.{move}" for move in Move if move is not Move.CHANGED)
 
@@ -42,8 +42,8 @@ _BEGAN_AT = {
 
 
 def course_of_row(task: Task) -> Course | None:
-    """Return the phases by the task's row. Returns None if only the event log knows them: the task was asked
-    to stop, or came back to the queue."""
+    """Return the phases by the task's row; None if only the event log knows them, because the task was asked
+    to stop or came back to the queue."""
     was_requeued = task.fence > 1 or (task.fence == 1 and task.admitted_at is None)
     if was_requeued or task.stop_reason is not None:
         return None
@@ -58,8 +58,8 @@ def course_of_row(task: Task) -> Course | None:
 
 
 def course_of_events(events: Iterable[Event], *, by_agent: bool = True) -> Course | None:
-    """Return the phases by the events of one task whose kinds are in STATE_EVENTS, in order. None if its
-    first is gone. `by_agent`: node agents start the task."""
+    """Return the phases by the events of one task whose kinds are in STATE_EVENTS, in order; None if its
+    first event is gone. `by_agent` is True if a node agent starts the task."""
     course: list[tuple[Phase | None, Instant]] = []
     for event in events:
         if not course and event.kind != SUBMITTED:
@@ -75,8 +75,8 @@ def course_of_events(events: Iterable[Event], *, by_agent: bool = True) -> Cours
 
 
 def _begin(course: list[tuple[Phase | None, Instant]], at: Instant, ordered_at: Instant | None) -> None:
-    """Add the phases up to the start of the run. An order counts as given at once if it is not known when the
-    agent had it."""
+    """Add the phases up to the start of the run. If it is not known when the agent had the order, the order
+    counts as given at once."""
     phase, since = course[-1]
     if phase is Phase.ADMITTED:
         if ordered_at is None:

@@ -1,5 +1,5 @@
-"""Scores of placements on real nodes by the fragmentation measures, and the mix of demands that they are
-for."""
+"""Scores of placements on real nodes by the fragmentation measures, and the mix of demands that the measures
+use."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,13 +24,14 @@ from gpubroker_server.core.world.fragmentation_gradient import (
 from gpubroker_server.core.world.ledger import DeviceLedger
 
 MAX_TYPICAL = 64
-"""The most shapes that count as typical: each is evaluated on each state of a node."""
+"""The most shapes that count as typical. The number is limited because each shape is evaluated on each state
+of a node."""
 
 MAX_CACHED_STATES = 10_000
-"""Number of cached answers at which all are dropped: some megabytes."""
+"""The number of cached answers, some megabytes, at which all are dropped."""
 
 DeviceClasses = Mapping[str, tuple[int, Device]]
-"""Device class -> (number of devices, one of them)"""
+"""Maps a device class to the number of its devices and one of them."""
 
 
 class Row(NamedTuple):
@@ -44,7 +45,7 @@ class Row(NamedTuple):
 class ScoredPlacement(NamedTuple):
     unwanted: int
     score: int
-    """0..100; 50 or more means that nothing new is stranded."""
+    """A number from 0 to 100; 50 or more means that nothing new is stranded."""
     devices: tuple[DeviceKey, ...]
 
 
@@ -59,8 +60,8 @@ def device_classes(devices: Iterable[Device]) -> DeviceClasses:
 
 
 def rows(left: Iterable[tuple[Device, int]], cpu: float) -> tuple[Row, ...]:
-    """Return what is left of a node, one row per class of devices. `left`: its devices in key order, with
-    MiB; a negative number counts as 0."""
+    """Return what is left of a node, one row per class of devices. `left` has the node's devices in key order
+    with their free MiB; a negative number counts as 0."""
     sorts: dict[str, list[tuple[Device, int]]] = {}
     for device, free_mb in left:
         sorts.setdefault(device.sort, []).append((device, max(0, free_mb)))
@@ -74,7 +75,7 @@ class PlacementScorer:
     """Scores placements. Answers are cached; they depend on the arguments alone."""
 
     def __init__(self, edition: Mapping[Demand, int], classes: DeviceClasses, policy: str) -> None:
-        """`policy`: `stranded` (the service's measure) or `fgd` (the paper's)."""
+        """`policy` is `stranded` for the service's measure or `fgd` for the paper's."""
         self._classes = classes
         self._shapes: dict[Demand, Shape] = {}
         self._stranded: dict[Remainder, tuple[Mib, ...]] = {}
@@ -84,8 +85,11 @@ class PlacementScorer:
 
     def spot(self, demand: Demand, node: tuple[Row, ...]) -> ScoredPlacement | None:
         """Return the place on this node where the demand strands the least; None if the devices do not
-        suffice. Of equally preferred devices the highest score wins, then the lowest device; for several
-        devices the most preferred, then the fullest that have room."""
+        suffice.
+
+        Of equally preferred devices the one with the highest score wins, then the lowest device. A demand for
+        several devices gets the most preferred, then the fullest that have room.
+        """
         if not demand.gpus:
             rooms = [row.room for row in node]
             return ScoredPlacement(
@@ -98,13 +102,14 @@ class PlacementScorer:
         return self._on_mixed(demand, node)
 
     def stranded(self, room: Remainder) -> tuple[Mib, ...]:
-        """The MiB of each device that typical demands could not use, weighted by the demands' shares."""
-        known = self._stranded.get(room)
-        if known is None:
+        """Return the MiB of each device that typical demands could not use, weighted by the demands'
+        shares."""
+        stranded = self._stranded.get(room)
+        if stranded is None:
             if len(self._stranded) >= MAX_CACHED_STATES:
                 self._stranded.clear()
-            known = self._stranded[room] = tuple(self._useless(room))
-        return known
+            stranded = self._stranded[room] = tuple(self._useless(room))
+        return stranded
 
     def _useless(self, room: Remainder) -> Iterator[Mib]:
         usable = [0.0] * len(room.left)
@@ -121,7 +126,7 @@ class PlacementScorer:
 
     @property
     def worked_out(self) -> int:
-        """Rows of devices evaluated so far, without cached ones."""
+        """The number of rows of devices evaluated so far, without cached ones."""
         return self._measure.worked_out
 
     def shape(self, demand: Demand) -> Shape:
@@ -139,15 +144,15 @@ class PlacementScorer:
                     yield name, need
 
     def _usual(self, edition: Mapping[Demand, int]) -> dict[Shape, float]:
-        """The most frequent shapes that could run here; of equally frequent ones the larger, as in the
-        paper's simulator."""
+        """Return the most frequent shapes that could run on the fleet. Of equally frequent shapes the larger
+        comes first, as in the paper's simulator."""
         mix: Counter[Shape] = Counter()
         for demand, count in edition.items():
             shape = self.shape(demand)
             if shape.amounts:
                 mix[shape] += count
         return typical_shapes(
-            dict(sorted(mix.items(), key=lambda kept: (kept[1], kept[0]), reverse=True)[:MAX_TYPICAL])
+            dict(sorted(mix.items(), key=lambda item: (item[1], item[0]), reverse=True)[:MAX_TYPICAL])
         )
 
     def _on_same_class(self, demand: Demand, row: Row) -> ScoredPlacement | None:
@@ -159,26 +164,26 @@ class PlacementScorer:
 
     def _on_mixed(self, demand: Demand, node: tuple[Row, ...]) -> ScoredPlacement | None:
         amounts = dict(self.shape(demand).amounts)
-        found: list[_Option] = []
+        options: list[_Option] = []
         for number, (room, devices) in enumerate(node):
             amount = amounts.get(room.kind)
             for place, left in enumerate(room.left):
                 if amount is not None and amount <= left:
                     preference = device_preference_rank(demand, devices[place])
-                    found.append(_Option(preference, left - amount, devices[place].key, number, place))
-        if len(found) < demand.gpus:
+                    options.append(_Option(preference, left - amount, devices[place].key, number, place))
+        if len(options) < demand.gpus:
             return None
         rooms = [row.room for row in node]
         beside = [remaining_after(room, self.shape(demand), (), 0) for room in rooms]
-        ways = [sorted(found)[: demand.gpus]] if demand.gpus > 1 else [[option] for option in found]
+        ways = [sorted(options)[: demand.gpus]] if demand.gpus > 1 else [[option] for option in options]
         spots = [self._taking(demand, rooms, beside, way) for way in ways]
         return min(spots, key=lambda spot: (spot.unwanted, -spot.score, spot.devices))
 
     def _taking(
         self, demand: Demand, rooms: list[Remainder], beside: list[Remainder], chosen: list["_Option"]
     ) -> ScoredPlacement:
-        """Return the placement that takes the devices of `chosen`. `beside`: what is left of the rows from
-        which it takes no device."""
+        """Return the placement that takes the devices of `chosen`. `beside` is what is left of rows from
+        which the placement takes no device."""
         amounts, after = dict(self.shape(demand).amounts), list(beside)
         for number in {option.row for option in chosen}:
             room = rooms[number]
@@ -207,10 +212,10 @@ def _mean(stock: Inventory) -> float:
 
 
 MAX_COUNTED = 10_000
-"""Number of submissions above which all counts are halved, so that old ones fade."""
+"""The number of submissions above which all counts are halved, so that old submissions fade."""
 
 MAX_DEMANDS = 1_000
-"""Number of different demands above which counts are halved as well: the rare ones go."""
+"""The number of different demands above which counts are halved as well, which drops rare demands."""
 
 FRESH_SHARE = 0.125
 """The share of new submissions with which a new edition is published."""
@@ -226,12 +231,12 @@ class DemandMix:
         self._total = 0
         self._fresh = 0
         self._worths: dict[str, PlacementScorer | None] = {}
-        """Policy -> scores, for this edition and these devices."""
+        """Maps a policy to its scorer for this edition and these devices."""
         self._classes: DeviceClasses = {}
         self._inventory_version = -1
 
     def add(self, demand: Demand) -> None:
-        """Count a submission; of a gang, each rank. Demands without devices are not counted."""
+        """Count a submission, or each rank of a gang. Demands without devices are not counted."""
         for rank in demand.bundles:
             self.add(rank)
         if not demand.gpus:
@@ -251,8 +256,8 @@ class DemandMix:
     def worth(
         self, ledgers: Mapping[DeviceKey, DeviceLedger], version: int, policy: str
     ) -> PlacementScorer | None:
-        """The scorer for these devices; None while no demand is typical. The same object until the edition or
-        the devices change. `version`: of the devices."""
+        """Return the scorer for these devices; None while no demand is typical. Until the edition or the
+        devices change, every call returns one object. `version` is that of the devices."""
         if policy not in ("stranded", "fgd"):
             return None
         if version != self._inventory_version:
@@ -262,14 +267,14 @@ class DemandMix:
                 self._classes = classes
                 self._worths.clear()
         if policy not in self._worths:
-            found = PlacementScorer(self.edition, self._classes, policy)
-            self._worths[policy] = found if found.usual else None
+            scorer = PlacementScorer(self.edition, self._classes, policy)
+            self._worths[policy] = scorer if scorer.usual else None
         return self._worths[policy]
 
 
 @lru_cache(4096)
 def _plain(demand: Demand) -> Demand:
-    """The parts that decide on which devices it fits, and the CPU that it needs."""
+    """Return the demand with only the parts that decide on which devices it fits, and its CPU."""
     where = demand.where
     kinds = PlacementConstraints(
         kinds=where.kinds, min_power=where.min_power, min_device_mb=where.min_device_mb

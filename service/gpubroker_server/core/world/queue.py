@@ -14,16 +14,18 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.world.due_times import DueTimes
 
 GroupKey = tuple[str, int, Demand, str, int]
-"""(tenant, priority, demand, stream, effective priority): the tasks of a group differ in age only. The
-effective priority is their own, or one that they inherit."""
+"""The tenant, priority, demand, work stream and effective priority of the tasks of a group, which differ in
+age only. The effective priority is the tasks' own, or a higher one that they inherit."""
 
 Member = tuple[float, TaskId]
+"""The instant at which a task was queued, and the task."""
 
 Rank = tuple[int, int]
-"""A tenant's place within a band: (0 below its guarantee, else 1; steps of fair share that it has used)."""
+"""A tenant's place within a band: 0 if the tenant is below its guarantee, else 1; and the steps of its fair
+share that it has used."""
 
 EVEN: Rank = (0, 0)
-"""The rank of all tenants where none is ranked."""
+"""The rank of every tenant where tenants are not ranked."""
 
 TenantOrderKey = tuple[int, int, float, float, TaskId]
 
@@ -34,13 +36,15 @@ OrderKey = tuple[int, int, int, int, float, float, TaskId]
 def order_within_tenant(
     standing: int, weight: float, submitted_at: Instant, task: TaskId, now: Instant, policy: Policy
 ) -> TenantOrderKey:
-    """Smallest first. Total, so that no plan depends on chance:
+    """Return the task's place among the tasks of its tenant, smallest first.
 
-    1. higher band
-    2. higher aged priority
-    3. heavier work stream (`weight`); not at the top of the band, where a lighter one would starve
-    4. earlier submit time
-    5. smaller id
+    The order is total, so that no plan depends on chance. The first of these that differs decides:
+
+    1. the higher band
+    2. the higher aged priority
+    3. the heavier work stream (`weight`), except at the top of the band, where a lighter stream would starve
+    4. the earlier time of submission
+    5. the smaller id
     """
     top = band_of(standing)[2]
     points = aged_priority(standing, now - submitted_at, policy.ageing_seconds_per_point)
@@ -53,28 +57,30 @@ def order_key(own: TenantOrderKey, rank: Rank) -> OrderKey:
 
 
 def reserves_before(first: OrderKey, other: OrderKey) -> bool:
-    """Return True if a reservation of the first task binds the other one: it is ahead, or it has aged to the
-    top of its band and would be ahead at equal shares. Without the second rule, tasks that need little, whose
-    tenant's share stays small, would take the room that a large task of another tenant needs, again and
-    again."""
+    """Return True if a reservation of the first task binds the other one.
+
+    It does if the first task is ahead, or if it has aged to the top of its band and would be ahead at equal
+    shares. Without the second rule, small tasks of a tenant whose share stays small would take the room that
+    a large task of another tenant needs, again and again.
+    """
     is_aged = first[3] == first[0]
     return first < other or (is_aged and (*first[:2], *first[3:]) < (*other[:2], *other[3:]))
 
 
 class EquivalenceClass:
-    """The groups of one demand. Compares by identity."""
+    """The groups of pending tasks with one demand. Equivalence classes compare by identity."""
 
     __slots__ = ("bands", "demand", "highest")
 
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
         self.bands: dict[int, dict[int, dict[GroupKey, QueueGroup]]] = {}
-        """Top of the band -> priority -> groups; none is empty."""
+        """Maps the top of a band to a map from priority to groups. No map and no group is empty."""
         self.highest: dict[int, int] = {}
-        """Top of the band -> the highest priority of its groups."""
+        """Maps the top of a band to the highest priority of its groups."""
 
     def most_urgent_of(self, top: int) -> "QueueGroup":
-        """A group of the highest priority in a band that has groups."""
+        """Return a group of the highest priority in a band that has groups."""
         return next(iter(self.bands[top][self.highest[top]].values()))
 
     def put(self, group: "QueueGroup") -> None:
@@ -95,22 +101,23 @@ class EquivalenceClass:
 
 
 class QueueGroup:
-    """Pending tasks of one key in order of submission. Removal at the head is the common case, and cheap."""
+    """The pending tasks of one key in order of submission. Removal at the head is the common case, and is
+    cheap."""
 
     __slots__ = ("_first", "_members", "_ordered", "_weight", "equivalence", "key")
 
     def __init__(
         self, key: GroupKey, equivalence: EquivalenceClass | None = None, weight: float | None = None
     ) -> None:
-        """`weight`: the weight of the group's work stream, if it differs from the weight in the policy."""
+        """`weight` is the weight of the group's work stream, if it differs from the weight in the policy."""
         self.key = key
         self._weight = weight
         self.equivalence = EquivalenceClass(key[2]) if equivalence is None else equivalence
         self._members: list[Member] = []
         self._first = 0
         self._ordered: tuple[Member, Instant, Policy, TenantOrderKey] | None = None
-        """The newest answer of `order_within_tenant`: one cycle asks for the key of the same member at each
-        merge, and priorities age between cycles only."""
+        """The newest answer of `order_within_tenant`. It is kept because a cycle asks for the key of one
+        member at each merge, and priorities age between cycles only."""
 
     @property
     def tenant(self) -> str:
@@ -138,9 +145,9 @@ class QueueGroup:
         return iter(self._members[self._first :])
 
     def order_within_tenant(self, member: Member, now: Instant, policy: Policy) -> TenantOrderKey:
-        known = self._ordered
-        if known is not None and known[0] == member and known[1] == now and known[2] is policy:
-            return known[3]
+        newest = self._ordered
+        if newest is not None and newest[0] == member and newest[1] == now and newest[2] is policy:
+            return newest[3]
         key = self._key_of(member, now, policy)
         self._ordered = member, now, policy, key
         return key
@@ -162,9 +169,11 @@ class QueueGroup:
         return self.count_own((key[0], *key[3:]), now, policy)
 
     def count_own(self, key: TenantOrderKey, now: Instant, policy: Policy) -> int:
-        """Return how many members are at or before this place among their tenant's tasks. Within a group the
-        order of submission is the order of the queue, so this is a binary search; of most groups all or none
-        are, so the ends are compared first."""
+        """Return how many members are at or before this place among their tenant's tasks.
+
+        Members of a group are in submission order, so a binary search finds the place. The first and the last
+        member are compared before, because in most groups all members are before the place, or none.
+        """
         members, first = self._members, self._first
         if not len(self) or key < self.order_within_tenant(members[first], now, policy):
             return 0
@@ -175,7 +184,7 @@ class QueueGroup:
         )
 
     def after(self, member: Member) -> Member | None:
-        """The next member; `member` itself may be gone."""
+        """Return the next member after `member`, which may itself have left the group."""
         index = bisect_right(self._members, member, lo=self._first)
         return self._members[index] if index < len(self._members) else None
 
@@ -199,11 +208,11 @@ class QueueGroup:
 
 
 class PendingQueue:
-    """All pending tasks that may be planned, in groups; held, delayed, dependent and paused ones are kept
-    apart."""
+    """All pending tasks that may be planned, in groups. Held, delayed, dependent and paused tasks are kept
+    apart from the groups."""
 
     def __init__(self, inherited: Mapping[TaskId, int]) -> None:
-        """`inherited`: task, or array, -> the highest priority of its dependents."""
+        """`inherited` maps a task or an array to the highest priority of its dependents."""
         self._inherited = inherited
         self.groups: dict[GroupKey, QueueGroup] = {}
         self.classes: dict[Demand, EquivalenceClass] = {}
@@ -212,12 +221,12 @@ class PendingQueue:
         self.held: set[TaskId] = set()
         self.awaiting: set[TaskId] = set()
         self.pauses: dict[str, QueuePause] = {}
-        """Queue -> pause; changed by `set_pause` only."""
+        """Maps a queue to its pause. Only `set_pause` changes it."""
         self.paused: set[TaskId] = set()
-        """Tasks that only a pause keeps out of the groups."""
+        """The tasks that only a pause keeps out of the groups."""
         self.stream_weights: dict[str, float] = {}
-        """Stream -> weight from fleet control; other work streams have that of the policy. Changed by `weigh`
-        only."""
+        """Maps a work stream to the weight that fleet control gives it; the policy has the weights of other
+        streams. Only `weigh` changes it."""
         self._where: dict[TaskId, GroupKey] = {}
 
     def __len__(self) -> int:
@@ -238,14 +247,15 @@ class PendingQueue:
             self._let_in(task)
 
     def pause_of(self, task: Task) -> QueuePause | None:
-        """The pause that keeps it from starting. A run that is moved goes on, and a model is loaded for
-        requests that stand in no queue."""
+        """Return the pause that keeps the task from starting; None without one. No pause holds up a run that
+        is moved, or a model, which is loaded for requests that stand in no queue."""
         if not self.pauses or isinstance(task.holder, Model) or task.stop_reason is StopReason.MOVE:
             return None
         return self.pauses.get(f"tenant:{task.tenant}") or self.pauses.get(f"stream:{task.stream}")
 
     def set_pause(self, queue: str, pause: QueuePause | None, tasks: Mapping[TaskId, Task]) -> None:
-        """Take what is paused out of the groups, and let in what no longer is. None: it is resumed."""
+        """Pause a queue, or with None resume it. Tasks that are now paused leave the groups, and tasks that
+        are no longer paused enter them."""
         if pause is None:
             self.pauses.pop(queue, None)
         else:
@@ -257,7 +267,7 @@ class PendingQueue:
                 self._let_in(task)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Order the tasks of work streams by these weights. Costs nothing if they are as before."""
+        """Order the tasks of work streams by these weights. This costs nothing if no weight has changed."""
         if weights == self.stream_weights:
             return
         self.stream_weights = dict(weights)
@@ -284,8 +294,9 @@ class PendingQueue:
         return count
 
     def of_tenant(self, tenant: str | None, now: Instant, policy: Policy) -> Iterator[TaskId]:
-        """Yield the tenant's tasks in their order; with None those of all tenants, each tenant's in its
-        order. The cost is one step per group and one per task that is taken."""
+        """Return an iterator over the tenant's tasks in their order; with None over those of all tenants,
+        with each tenant's tasks in their order. The cost is one step per group and one per task that is
+        taken."""
 
         def keys(group: QueueGroup) -> Iterator[TenantOrderKey]:
             return (group.order_within_tenant(member, now, policy) for member in group)
@@ -349,7 +360,7 @@ class PendingQueue:
             equivalence.demand,
             task.stream,
             standing,
-        )  # one demand for all equal ones
+        )  # the demand is the same object for all equal tasks
         group = self.groups.get(key)
         if group is None:
             group = self.groups[key] = QueueGroup(key, equivalence, self.stream_weights.get(task.stream))

@@ -6,15 +6,15 @@ from gpubroker_server.core.domain.units import NodeName
 
 
 class RevisionLog:
-    """Numbers the changes of nodes; its size is the number of nodes."""
+    """Numbers the changes of nodes. Its size is proportional to the number of nodes."""
 
     __slots__ = ("by_node", "revision")
 
     def __init__(self) -> None:
         self.revision = 0
-        """Number of the newest mark; 0 before the first."""
+        """The number of the newest mark; 0 before the first."""
         self.by_node: dict[NodeName, int] = {}
-        """Node -> revision of its newest mark, the newest last. Changed by `mark` only."""
+        """Maps a node to the revision of its newest mark; the newest is last. Only `mark` changes it."""
 
     def mark(self, node: NodeName) -> None:
         self.revision += 1
@@ -22,22 +22,22 @@ class RevisionLog:
         self.by_node[node] = self.revision
 
     def at(self, node: NodeName) -> int:
-        """The node's newest revision; 0 if none."""
+        """Return the node's newest revision; 0 if it has none."""
         return self.by_node.get(node, 0)
 
     def newest_first(self) -> Iterator[tuple[NodeName, int]]:
-        """Return the nodes and their newest revisions. Must not be read on after a mark."""
+        """Return an iterator over the nodes and their newest revisions. The next `mark` makes it invalid."""
         return reversed(self.by_node.items())
 
     def since(self, revision: int) -> list[NodeName]:
-        """The nodes marked after this revision, newest first."""
-        found: list[NodeName] = []
+        """Return the nodes marked after this revision, the newest first."""
+        nodes: list[NodeName] = []
         if revision < self.revision:
             for node, node_revision in reversed(self.by_node.items()):
                 if node_revision <= revision:
                     break
-                found.append(node)
-        return found
+                nodes.append(node)
+        return nodes
 
 
 class WorldRevisions:
@@ -46,7 +46,7 @@ class WorldRevisions:
     def __init__(self) -> None:
         self.changes = RevisionLog()
         self.growth = RevisionLog()
-        """Changes after which a task may find room that it did not find before."""
+        """The changes after which a task may find room that it did not find before."""
 
     def mark(self, node: NodeName, *, grows: bool = True) -> None:
         self.changes.mark(node)

@@ -1,7 +1,7 @@
 """Counts of tasks and models for overviews and metrics. The cost grows with the number of different demands,
 not with the queue.
 
-A model, or a server's base cost, has a row like a task and is none: it is counted among the models only.
+A model, or a server's base cost, has a row like a task but is no task: it is counted among the models only.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from gpubroker_server.core.world.model_index import is_unasked
 from gpubroker_server.core.world.world import World
 
 QUEUED = "Queued"
-"""The reason of tasks that may be planned: why each of them waits is not known without planning."""
+"""The reason given for tasks that may be planned, since planning alone tells why each of them waits."""
 
 
 def live_tasks(world: World) -> Counter[tuple[TaskState, str]]:
@@ -71,14 +71,14 @@ def oldest_queued(world: World) -> Mapping[str, Instant]:
     oldest: dict[str, Instant] = {}
     for (_tenant, priority, *_alike), group in world.queue.groups.items():
         submitted_at, task = group.member(0)
-        if not isinstance(world.tasks[task].holder, Model):  # and so are the others of its demand
+        if not isinstance(world.tasks[task].holder, Model):  # one task stands for all of its demand
             band = band_of(priority)[0]
             oldest[band] = Instant(min(submitted_at, oldest.get(band, submitted_at)))
     return oldest
 
 
 def finished_tasks(world: World) -> Counter[TaskState]:
-    """Count the tasks of all tenants that have ended, by the state in which they did."""
+    """Count the tasks of all tenants that have ended, by the state in which they ended."""
     finished: Counter[TaskState] = Counter()
     for (_tenant, state), count in world.finished.items():
         finished[state] += count

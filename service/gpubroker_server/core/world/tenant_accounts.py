@@ -11,7 +11,7 @@ from gpubroker_server.core.world.ledger import DeviceLedger
 
 
 class TenantUsage(NamedTuple):
-    """A tenant's use at its last change of leases; since then it uses what its leases say."""
+    """A tenant's use up to its last change of leases. Since then it uses what its leases say."""
 
     tenant: str
     mb_seconds: float
@@ -21,14 +21,14 @@ class TenantUsage(NamedTuple):
 def decayed(
     mb_seconds: float, held_mb: int, seconds: float, half_life_seconds: Seconds = HALF_LIFE_SECONDS
 ) -> float:
-    """Usage after some seconds of constantly holding `held_mb`: exact, not sampled. Holding it for ever comes
-    to `held_mb * mean_life_seconds(half_life_seconds)`."""
+    """Return the usage after some seconds of constantly holding `held_mb`, exactly and not by samples. With
+    time it approaches `held_mb * mean_life_seconds(half_life_seconds)`."""
     left: float = 0.5 ** (max(0.0, seconds) / half_life_seconds)
     return mb_seconds * left + held_mb * mean_life_seconds(half_life_seconds) * (1.0 - left)
 
 
 def mean_life_seconds(half_life_seconds: Seconds) -> float:
-    """The mean time for which a second of use counts."""
+    """Return the mean time for which a second of use counts."""
     return half_life_seconds / log(2.0)
 
 
@@ -37,20 +37,19 @@ class Account:
 
     def __init__(self, held_mb: int = 0, mb_seconds: float = 0.0, at: Instant = Instant(0.0)) -> None:
         self.held_mb = held_mb
-        """The sum of the tenant's unreleased leases, whatever their state."""
+        """The MiB of the tenant's unreleased leases, whatever their state."""
         self.mb_seconds = mb_seconds
         self.at = at
         """The instant for which `mb_seconds` holds."""
 
 
 class Accounts:
-    """Accounts of all tenants that ever held anything. The same events give the same accounts, to the last
-    bit."""
+    """The accounts of all tenants that ever held memory. They depend on the events alone, to the last bit."""
 
     def __init__(self, half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
         self.half_life_seconds = half_life_seconds
         self.revision = 0
-        """Revision that rises with every change of what a tenant holds."""
+        """A number that rises with every change of what a tenant holds."""
         self._known: dict[str, Account] = {}
         self._whole: tuple[int, int] = (-1, 0)
 
@@ -69,11 +68,11 @@ class Accounts:
         self.revision += 1
         account = self._known.setdefault(tenant, Account())
         account.mb_seconds = self._used(account, at)
-        account.at = max(account.at, at)  # set back, it would count the seconds in between once more
+        account.at = max(account.at, at)  # an earlier instant would count the seconds in between twice
         account.held_mb += mb
 
     def restore(self, usage: TenantUsage) -> None:
-        """Take over the row of a tenant; its leases are entered already."""
+        """Enter the row of a tenant whose leases are entered already."""
         account = self._known.setdefault(usage.tenant, Account())
         account.mb_seconds, account.at = usage.mb_seconds, usage.at
 
@@ -90,17 +89,17 @@ class Accounts:
         return [(name, account.held_mb) for name, account in self._known.items() if account.held_mb]
 
     def largest(self, most: int) -> list[tuple[str, int]]:
-        """The tenants that hold most, and the MiB that each holds."""
+        """Return the tenants that hold the most, and the MiB that each holds."""
         held = nlargest(most, ((account.held_mb, name) for name, account in self._known.items()))
         return [(name, mb) for mb, name in held]
 
     def used(self, tenant: str, now: Instant) -> float:
-        """GPU-MiB-seconds, decayed to now."""
+        """Return the tenant's use in GPU-MiB-seconds, decayed to now."""
         account = self._known.get(tenant)
         return 0.0 if account is None else self._used(account, now)
 
     def whole_mb(self, ledgers: Iterable[DeviceLedger], version: int) -> int:
-        """The MiB that all devices together can lease. `version`: of the devices."""
+        """Return the MiB that all devices together can lease. `version` is that of the devices."""
         if self._whole[0] != version:
             self._whole = version, sum(ledger.device.allocatable_mb for ledger in ledgers)
         return self._whole[1]
@@ -110,9 +109,9 @@ class Accounts:
 
 
 def guarantees(policy: Policy, tenants: Iterable[str], most: int) -> dict[str, int]:
-    """The guaranteed MiB of at most so many tenants: first of those that the operator names, so that unused
-    guarantees are among them, then of `tenants`."""
+    """Return the guaranteed MiB of at most `most` tenants. Tenants that the operator names come first, so
+    that unused guarantees are among them, then those in `tenants`."""
     named = (tenant.name for tenant in policy.tenants if tenant.name != "*")
-    known = list(dict.fromkeys((*named, *tenants)))[:most]
-    found = {tenant: policy.tenant(tenant).guaranteed_mb for tenant in known}
-    return {tenant: mb for tenant, mb in found.items() if mb is not None}
+    chosen = list(dict.fromkeys((*named, *tenants)))[:most]
+    guaranteed = {tenant: policy.tenant(tenant).guaranteed_mb for tenant in chosen}
+    return {tenant: mb for tenant, mb in guaranteed.items() if mb is not None}

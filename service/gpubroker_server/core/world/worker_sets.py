@@ -1,4 +1,4 @@
-"""The worker sets that are not over, and which task is a worker of which."""
+"""The worker sets that are not over, and the set of each worker."""
 
 from collections.abc import Iterable, Mapping
 
@@ -18,18 +18,18 @@ class WorkerSets(dict[TaskId, WorkerSet]):
         self.restore(known)
 
     def restore(self, known: Iterable[WorkerSet]) -> None:
-        """Take over the sets of a database snapshot."""
+        """Add the sets of a database snapshot."""
         for workers in known:
             self._form(workers)
 
     def of(self, worker: TaskId) -> WorkerSet | None:
-        """The set that this task is a worker of."""
+        """Return the set of which this task is a worker; None if it is no worker."""
         return self.get(self._set_of.get(worker, worker))
 
     def running(self, tasks: Mapping[TaskId, Task]) -> int:
         """Return how many workers of all sets run."""
-        found = (tasks.get(worker) for worker in self._set_of)
-        return sum(task is not None and task.state is TaskState.RUNNING for task in found)
+        workers = (tasks.get(worker) for worker in self._set_of)
+        return sum(task is not None and task.state is TaskState.RUNNING for task in workers)
 
     def apply(self, event: Event, change: str) -> None:
         id = TaskId(event.key)

@@ -1,4 +1,4 @@
-"""Everything that decisions depend on, built from the event log alone."""
+"""The World: everything that decisions depend on, built from the event log alone."""
 
 from bisect import insort
 from collections import Counter
@@ -48,24 +48,25 @@ from gpubroker_server.core.world.tenant_accounts import Accounts
 from gpubroker_server.core.world.worker_sets import WorkerSets
 
 Claim = tuple[str, int]
-"""(holder, fence)"""
+"""The holder and the fence of a claim."""
 
 
 class World:
-    """Mutable, owned by one loop, changed by `apply` (committed events), and by `measure` and `control` (what
-    was last measured, and what fleet control makes of it) only.
+    """The mutable state that decisions depend on, owned by one loop. Only `apply` (committed events),
+    `measure` (samples) and `control` (what fleet control decides) change it.
 
-    `tasks` holds every task that is not terminal, and terminal ones until their last lease is released. From
-    a database snapshot, rows are added in this order: nodes, devices, tasks, leases, usage, pledges,
-    requests. Each is entered into what is there before it: a lease into the ledger of its device with the
-    stop notice of its task, usage in place of what entering the leases has counted.
+    `tasks` holds every task that is not terminal, and terminal ones until their last lease is released. The
+    rows of a database snapshot are added in this order: nodes, devices, tasks, leases, usage, pledges,
+    requests. Each kind depends on the ones before: a lease enters the ledger of its device, with the stop
+    notice of its task, and usage replaces what the leases have counted.
     """
 
     def __init__(self, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
         self.position = Position(0)
         self.lineage = Lineage(0)
-        """The lineage of the log. Claims made in it have higher fences: runs of an earlier lineage, of which
-        the database knows nothing any more, may still have the others."""
+        """The lineage of the log. Claims made in this lineage have higher fences than all earlier ones,
+        because runs of an earlier lineage that the database no longer knows may still have the lower
+        fences."""
         self.as_of = Instant(0.0)
         self.tasks: dict[TaskId, Task] = {}
         self.worker_sets = WorkerSets()
@@ -73,54 +74,56 @@ class World:
         self.queue = PendingQueue(self.awaited.inheritance.priorities)
         self.expiring = DueTimes()
         self.marks = WorldRevisions()
-        """Nodes on which anything changed that a plan depends on, time apart."""
+        """The nodes on which anything changed that a plan depends on, apart from the passing of time."""
         self.nodes: dict[NodeName, Node] = {}
         self.ledgers: dict[DeviceKey, DeviceLedger] = {}
         self.node_samples: dict[NodeName, NodeSample] = {}
         self.background = BackgroundRoom()
         self.full_disks: dict[NodeName, str] = {}
-        """Nodes on which nothing starts because a disk is too full, and which one."""
+        """Maps a node on which nothing starts, because a disk is too full, to that disk."""
         self.inventory_version = 0
-        """Version that rises with every new or changed node or device row."""
+        """A version that rises with every new or changed node or device row."""
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
         self.leases: dict[Claim, dict[str, Lease]] = {}
-        """Unreleased leases of each claim, by key."""
+        """The unreleased leases of each claim, by key."""
         self.unconfirmed = UnconfirmedHolders()
         self.unseen_releases: set[DeviceKey] = set()
-        """Devices that give nothing before a sample shows that memory released there is free."""
+        """The devices on which nothing is placed before a sample shows that released memory is free."""
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, StreamState] = {}
         self.use: dict[NodeName, NodeUsage] = {}
         self.custom_use: dict[str, float] = {}
         self.active = DueTimes()
-        """Active tasks, with the earliest instant at which a limit of theirs, or of a rank, can pass."""
+        """The active tasks, with the earliest instant at which a time limit of the task or of a rank can
+        pass."""
         self.runs: dict[NodeName, set[TaskId]] = {}
         self.growable: set[TaskId] = set()
-        """Running elastic gangs that lack ranks."""
+        """The running elastic gangs that lack ranks."""
         self.finished: Counter[tuple[str, TaskState]] = Counter()
-        """(tenant, terminal state) -> how many tasks ever ended so; survives pruning."""
+        """Maps a tenant and a terminal state to the number of tasks that ever ended so. Pruning does not
+        lower the number."""
         self.preempted: Counter[str] = Counter()
-        """`task` or `model` -> number of times that one made room since this World was first read."""
+        """Maps `task` and `model` to the number of preemptions since this World was first read."""
         self.pending: Counter[str] = Counter()
-        """Tenant -> number of its pending tasks, whatever they wait for."""
+        """Maps a tenant to the number of its pending tasks, whatever they wait for."""
         self.pending_held: Counter[str] = Counter()
-        """Tenant -> number of its pending tasks that are held: they wait for a person."""
+        """Maps a tenant to the number of its pending tasks that are held until a person lets them go."""
         self.pending_bytes: Counter[str] = Counter()
-        """Tenant -> bytes that its pending tasks keep for their runs."""
+        """Maps a tenant to the bytes that its pending tasks keep for their runs."""
         self.models = ModelIndex()
         self.learned = RunHistory()
         self.mix = DemandMix()
         self.accounts = Accounts(usage_half_life_seconds)
 
     def apply(self, events: Iterable[Event]) -> None:
-        """Apply committed events in order of position; earlier ones are skipped.
+        """Apply committed events in order of position; events that were applied before are skipped.
 
-        Raises OutOfSync if one is missing: then nothing is changed. Raises it, too, if one does not fit: then
-        the events before it are applied.
+        Raises OutOfSync if an event is missing; then nothing is changed. Raises OutOfSync also if an event
+        does not fit; then the events before it are applied.
         """
         for event in consecutive(events, self.position):
-            self.as_of = event.at  # first: leases and accounts are entered as of this instant
+            self.as_of = event.at  # set first, because leases and accounts are entered as of this instant
             try:
                 self._take_over(event)
             except Exception as fault:
@@ -135,7 +138,7 @@ class World:
         return Fence(max(holder.fence, self.lineage) + 1)
 
     def measure(self, samples: Iterable[DeviceSample], nodes: Iterable[NodeSample] = ()) -> None:
-        """Take over samples of devices and nodes; unknown devices are ignored."""
+        """Record samples of devices and nodes; unknown devices are ignored."""
         self.node_samples.update((sample.node, sample) for sample in nodes)
         for sample in samples:
             ledger = self.ledgers.get(sample.device)
@@ -153,7 +156,7 @@ class World:
         full_disks: Mapping[NodeName, str],
         weights: Mapping[str, float] | None = None,
     ) -> None:
-        """Take over what fleet control lets start from now on, and how much each work stream counts."""
+        """Record where fleet control lets work start from now on, and the weight of each work stream."""
         self.queue.weigh(weights or {})
         before = {*self.background.closed(), *self.full_disks}
         after = {*background.closed(), *full_disks}
@@ -189,9 +192,9 @@ class World:
     def add_device(self, device: Device) -> None:
         self.inventory_version += 1
         self.marks.mark(device.node)
-        if (known := self.ledgers.get(device.key)) is not None:
-            known.register(device)
-            self._drop_if_gone(known)
+        if (ledger := self.ledgers.get(device.key)) is not None:
+            ledger.register(device)
+            self._drop_if_gone(ledger)
             return
         self.ledgers[device.key] = DeviceLedger(device)
         insort(self.by_node.setdefault(device.node, []), device.key)
@@ -211,7 +214,7 @@ class World:
         return [run[key] for key in sorted(run)]
 
     def holder(self, holder: str, fence: int) -> Task | None:
-        """The task with this newest claim; None if the claim has ended, or was never a task's."""
+        """Return the task whose newest claim this is; None if the claim has ended, or was never a task's."""
         task = self.tasks.get(TaskId(holder))
         return task if task is not None and task.fence == fence else None
 
@@ -220,8 +223,8 @@ class World:
             self.queue.enter(self.tasks[task])
 
     def snapshot(self) -> "World":
-        """A copy without its queue, for planning in another thread: it shares nothing that changes. It cannot
-        explain pending tasks, of which it knows only the tenants."""
+        """Return a copy for planning in another thread, which shares nothing that changes. The copy has no
+        queue: of pending tasks it knows only the tenants, so it cannot explain them."""
         twin = World(self.accounts.half_life_seconds)
         twin.position, twin.as_of, twin.inventory_version = self.position, self.as_of, self.inventory_version
         twin.nodes, twin.tasks = dict(self.nodes), dict(self.tasks)
@@ -250,7 +253,7 @@ class World:
                 self._apply_pledge(event, change)
             case "device":
                 device = self.ledgers.get(DeviceKey(event.key))
-                # Its closure, which has events of its own, stays as it is.
+                # The device's closure has events of its own, and stays as it is.
                 seen = changed(device.device, event.payload) if device else read(event.payload, Device)
                 self.add_device(seen)
             case "gpu":
@@ -258,9 +261,9 @@ class World:
                     closure = read(event.payload, ClosureChange).closure
                     self.add_device(replace(device.device, closure=closure))
             case "node":
-                known = self.nodes.get(NodeName(event.key))
-                # Its cordon, which has events of its own, stays as it is.
-                self.add_node(changed(known, event.payload) if known else read(event.payload, Node))
+                node = self.nodes.get(NodeName(event.key))
+                # The node's cordon has events of its own, and stays as it is.
+                self.add_node(changed(node, event.payload) if node else read(event.payload, Node))
             case "cordon":
                 self.add_node(changed(self.nodes[NodeName(event.key)], event.payload))
             case "request" if change == "made":
@@ -289,8 +292,8 @@ class World:
         if before is None:
             return
         after = event.task or changed_task(before, event.payload, event.version)
-        # A start that is reported gives no room. It does make victims of the ranks that an elastic gang can
-        # lose: only a running gang goes on without them.
+        # The report of a start frees no room. But it makes victims of the ranks that an elastic gang can
+        # lose, since only a running gang goes on without them.
         begins = (before.state, after.state) == (TaskState.ADMITTED, TaskState.RUNNING)
         grows = before.is_active and (not begins or bool(removable_ranks(after)))
         self._count_out(before, grows=grows)
@@ -306,7 +309,8 @@ class World:
                     self.preempted["task"] += preemptions
         self.queue.reposition(self.awaited.inheritance.changed, self.tasks)
         for device in self.pledges.get(after.id, ()):
-            # Once admitted, a single task uses what was kept for it; a pledge elsewhere grows when it ends.
+            # Once admitted, a single task uses what was pledged to it. Where it does not use its pledge, room
+            # is freed when the pledge ends.
             uses_it = after.state is TaskState.ADMITTED and not isinstance(after.holder, Gang)
             self.marks.mark(node_of(device), grows=not uses_it)
         if stop_notices(before) != stop_notices(after):
@@ -358,7 +362,8 @@ class World:
             self._drop_if_gone(ledger)
 
     def _is_taken_up(self, pledge: Pledge) -> bool:
-        """True if its task runs on the node and has leased as much there: nothing grows for others."""
+        """Return True if the pledge's task runs on the node and has leased all that was pledged: then the end
+        of the pledge frees nothing for others."""
         task = self.tasks.get(pledge.preemptor)
         if task is None or isinstance(task.holder, Gang) or task.node != node_of(pledge.device):
             return False
@@ -373,8 +378,8 @@ class World:
         ledger = self.ledgers[lease.device]
         unallocated_mb = ledger.unallocated_mb()
         ledger.put(lease, freeing_for, stopping=stopping)
-        # A new lease only takes room. One that becomes HELD may give some: it explains use that counted as
-        # unexplained where use cannot be attributed.
+        # A new lease only takes room. A lease that becomes HELD may free some: where use cannot be
+        # attributed, the lease explains use that was unexplained before.
         grows = lease.version > 1 and (
             lease.state is not LeaseState.HELD or ledger.unallocated_mb() > unallocated_mb
         )
@@ -405,7 +410,7 @@ class World:
                 self.pending_held[task.tenant] -= 1
             self.queue.remove(task)
             self.expiring.pop(task.id, None)
-        else:  # active: what has ended changes no more
+        else:  # the task is active, since a task that has ended no longer changes
             self._count_active(task, -1, grows=grows)
             self.active.pop(task.id, None)
             self.growable.discard(task.id)
@@ -419,8 +424,8 @@ class World:
         count_custom(self.custom_use, task, sign)
 
     def _drop_if_gone(self, ledger: DeviceLedger) -> None:
-        """A removed device is forgotten once nothing on it is held or pledged, unless it is closed: an
-        operator's closure outlasts its absence."""
+        """Forget a removed device once nothing on it is held or pledged. A closed device is kept, because an
+        operator's closure holds until it is lifted, also while the device is absent."""
         device = ledger.device
         if not (device.present or device.closure or ledger.holdings or ledger.pledges):
             self.inventory_version += 1
@@ -436,7 +441,8 @@ class World:
 
 
 def _changed_lease(lease: Lease, payload: Payload) -> Lease:
-    """Return the lease after a change that was committed. Raises IllegalTransition."""
+    """Return the lease after a change that was committed. Raises IllegalTransition if the change is not
+    allowed."""
     after = changed(lease, payload, version=lease.version + 1)
     if after.overused_mb == lease.overused_mb:
         moved_lease(lease, after.state)

@@ -20,49 +20,49 @@ from gpubroker_server.core.world.model_index import is_unasked
 from gpubroker_server.core.world.world import World
 
 EVERY_SECONDS = Seconds(1.0)
-"""Time between two rounds while tasks wait."""
+"""The time between two rounds while tasks wait."""
 
 LEAST_WAIT_SECONDS = 1.0
-"""Forecasts of a start sooner than this are not checked."""
+"""The least forecast wait for which the accuracy of a forecast is checked."""
 
 
 def accuracy_topic(basis: Basis, quantity: What) -> SketchKey:
-    """The sketch of forecast errors of this basis, for all tenants together."""
+    """Return the topic of forecast errors of this basis, for all tenants together."""
     return SketchKey("", basis.value, "", quantity)
 
 
 def forecast_accuracies(world: World) -> list[ForecastsKept]:
-    """Return how accurate the forecasts of each basis were, if there were any that came true."""
-    found = []
+    """Return how accurate the forecasts of each basis were, if any of their tasks has started."""
+    accuracies = []
     for basis in Basis:
         errors = world.learned.sketch(accuracy_topic(basis, What.START_ERROR))
         error_seconds = errors.quantile(0.5)
         within_p90 = world.learned.sketch(accuracy_topic(basis, What.START_SHARE)).share_until(1.0)
         if error_seconds is not None and within_p90 is not None:
-            found.append(ForecastsKept(basis, errors.n, error_seconds, within_p90))
-    return found
+            accuracies.append(ForecastsKept(basis, errors.n, error_seconds, within_p90))
+    return accuracies
 
 
 class ForecastRounds:
-    """The rounds of forecasts. The leader owns them, and they are lost with it, except for the learned
-    accuracy."""
+    """The rounds of forecasts. They live in the memory of one leader and are lost with it, except for the
+    learned accuracy."""
 
     def __init__(self) -> None:
         self.forecasts: Sequence[Forecast] = ()
         self._pace = Interval(EVERY_SECONDS)
         self._nodes: frozenset[NodeName] = frozenset()
-        """Usable nodes when the forecasts were made."""
+        """The nodes that were usable when the forecasts were made."""
         self._said: dict[TaskId, tuple[Instant, Forecast]] = {}
-        """Task -> the time at which it got its first forecast, and that forecast."""
+        """Maps a task to the instant at which it got its first forecast, and that forecast."""
         self._work: Iterator[Sequence[Forecast]] | None = None
-        """The round under way, begun at `_as_of` with that `_inventory`."""
+        """The round under way, which began at `_as_of` with the inventory version `_inventory`."""
         self._so_far: Sequence[Forecast] | None = None
         self._as_of = Instant(-inf)
         self._inventory = 0
 
     def step(self, world: World, policy: Policy, now: Instant) -> bool:
-        """Take the next step of a round that is due or under way: some milliseconds. Returns whether steps
-        are left. The World may change between steps; a changed inventory restarts the round."""
+        """Take the next step, which takes a few milliseconds, of a round that is due or under way, and return
+        whether steps are left. The World may change between steps; a changed inventory restarts the round."""
         if self._work is None or world.inventory_version != self._inventory:
             if self._work is None and not self.is_due(world, now):
                 return False
@@ -80,12 +80,12 @@ class ForecastRounds:
         return waits and (self._pace.is_due(now) or self.is_outdated(world))
 
     def is_outdated(self, world: World) -> bool:
-        """Tasks wait, and there are no forecasts for the present nodes, as with a new leader. A plan made now
-        would give away reserved room."""
+        """Return True if tasks wait and there are no forecasts for the present nodes, for instance with a new
+        leader. A plan made now would give away reserved room."""
         return len(world.queue) > 0 and self._nodes != _usable(world)
 
     def take(self, forecasts: Sequence[Forecast], world: World, now: Instant) -> None:
-        """Use these from now on, and keep the first forecast of each task."""
+        """Use these forecasts from now on, and keep the first forecast of each task."""
         self.forecasts = tuple(forecasts)
         self._pace.done(now)
         self._nodes = _usable(world)
@@ -95,7 +95,7 @@ class ForecastRounds:
         self._said = {task: word for task, word in self._said.items() if task in world.queue}
 
     def compare(self, world: World, decisions: Iterable[Decision], now: Instant) -> list[Decision]:
-        """The decisions, with the forecast errors of the starts in them."""
+        """Return the decisions with the forecast errors of the starts in them."""
         known: dict[SketchKey, Sketch] = {}
         return [self._compared(world, decision, known, now) for decision in decisions]
 
@@ -104,10 +104,10 @@ class ForecastRounds:
     ) -> Decision:
         lessons: list[Observation] = []
         for write in decision.tasks:
-            word = self._said.get(write.task.id)
-            if write.what is Move.ADMITTED and word is not None:
-                for quantity, value in _values(*word, now):
-                    topic = accuracy_topic(word[1].basis, quantity)
+            first_forecast = self._said.get(write.task.id)
+            if write.what is Move.ADMITTED and first_forecast is not None:
+                for quantity, value in _values(*first_forecast, now):
+                    topic = accuracy_topic(first_forecast[1].basis, quantity)
                     known[topic] = (known.get(topic) or world.learned.sketch(topic)).add(value)
                     lessons.append(Observation(topic, value, known[topic], now))
         return replace(decision, lessons=(*decision.lessons, *lessons)) if lessons else decision
@@ -129,14 +129,14 @@ class ExpectedStart(NamedTuple):
     p50_at: Instant
     p90_at: Instant
     n: int
-    """Past runs behind the estimate; 0 without any."""
+    """The number of past runs behind the estimate; 0 if there are none."""
     basis: Basis
 
 
 def expected_start(
     world: World, task: Task, forecasts: Sequence[Forecast], now: Instant
 ) -> ExpectedStart | None:
-    """Return what its pledges or its forecast say; None without either."""
+    """Return the start of the task by its pledges, or else by its forecast; None if it has neither."""
     pledges = world.pledges.get(task.id)
     if pledges:
         start_at = max(now, *(pledge.deadline_at for pledge in pledges.values()))
@@ -158,7 +158,7 @@ def expected_ready_at(
         return ExpectedStart(ready_at, ready_at, 0, Basis.STATED)
     room = expected_start(world, model, forecasts, now)
     if not is_unasked(model) and model.not_before is not None and model.not_before > now:
-        # A load has failed and is tried again; what its memory does until then is not foretold.
+        # A load has failed and is tried again. No forecast says whether there will be memory for it then.
         room = ExpectedStart(model.not_before, model.not_before, 0, Basis.STATED)
     if room is None:
         return None

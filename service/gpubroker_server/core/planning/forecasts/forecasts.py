@@ -33,7 +33,7 @@ from gpubroker_server.core.planning.tenants.quota import QuotaNeeds, Quotas
 from gpubroker_server.core.world.world import World
 
 NODES_AT_A_TIME = 4
-"""Nodes examined between two yields: some milliseconds for the first task."""
+"""The number of nodes examined between two yields, which takes a few milliseconds for the first task."""
 
 CLEARLY = 0.5
 """A forecast moves to another node only if the wait there is at most this share of the current one. Otherwise
@@ -43,21 +43,24 @@ reserved room would be given up whenever an estimate changes."""
 def make_forecasts(
     world: World, policy: Policy, now: Instant, before: Iterable[Forecast] = ()
 ) -> Iterator[list[Forecast]]:
-    """Forecast the first `policy.forecasts` tasks that wait for room, and as many of the first that wait for
-    a limit or a quota, in queue order; none uses room that an earlier one needs. A task without an end in
-    sight counts but has none. Yields the list so far, every few nodes; the last one is complete. `before`:
-    the previous forecasts."""
+    """Forecast the starts of the first tasks of the queue, and yield the list so far every few nodes. The
+    last list is complete.
+
+    Forecasts are made, in queue order, for the first `policy.forecasts` tasks that wait for room, and for as
+    many of the first tasks that wait for a limit or a quota. No forecast uses room that an earlier one needs.
+    A task without an end in sight counts, but gets no forecast. `before` has the previous forecasts.
+    """
     if not len(world.queue) or not policy.forecasts:
         yield []
         return
     draft = Draft(world)
     work = _Forecasting(draft, policy, now, before)
     work.look_again()
-    for found in waiting(draft, policy, now, policy.forecasts):
-        if found is None:
+    for waiting_task in waiting(draft, policy, now, policy.forecasts):
+        if waiting_task is None:
             yield work.made
         else:
-            for _ in work.forecast(*found):
+            for _ in work.forecast(*waiting_task):
                 yield work.made
                 work.look_again()
     yield work.made
@@ -83,7 +86,8 @@ class _Forecasting:
         before: Iterable[Forecast] = (),
         nodes: Iterable[NodeName] | None = None,
     ) -> None:
-        """`before`: the previous forecasts. `nodes`: the only nodes that are considered; None: all."""
+        """`before` has the previous forecasts. Only the nodes in `nodes` are considered; None stands for
+        all."""
         self._stood = {f.task: frozenset(place.node for place in f.places) for f in before}
         self._world = draft.world
         self._policy = policy
@@ -96,7 +100,7 @@ class _Forecasting:
             self._expected_ends, for_plans=True, protected_tenants=guarantees.protected_tenants
         )
         self._awaited_runs: list[EndingRun] = []
-        """Runs that must end before limits allow the current task."""
+        """The runs that must end before limits allow the current task."""
         usable = set(draft.usable_nodes())
         self._usable = usable if nodes is None else usable.intersection(nodes)
         self._nodes = sorted(self._usable)
@@ -106,21 +110,22 @@ class _Forecasting:
         self._planned: dict[NodeName, list[Reservation]] = {}
 
     def look_again(self) -> None:
-        """Read the World again: between two steps runs begin and end. What is known about a node stays valid
-        until that node changes."""
+        """Read the World again, since runs begin and end between two steps. What is known about a node stays
+        valid until that node changes."""
         self._draft = self._expected_ends.draft = Draft(self._world, self._world.marks.changes)
 
     def forecast(self, task: Task, first_in: frozenset[str] = frozenset()) -> Iterator[None]:
-        """The earliest start; ties go to the smaller node name, and to the previous place unless another is
-        much better. No room is reserved for a task that waits for a limit."""
+        """Forecast the earliest start of a task, and yield every few nodes. The task keeps its previous place
+        unless another is much better; of equal places the one on the first node by name is taken. No room is
+        reserved for a task that waits for a limit."""
         awaited_runs = Limits(self._draft, self._expected_ends, self._needs).runs_to_wait_for(
             task, self._ends
         )
         if awaited_runs is None:
             return
         best, self._awaited_runs = None, awaited_runs
-        for found in self._gang(task) if task.demand.bundles else self._task(task):
-            best = found
+        for best_so_far in self._gang(task) if task.demand.bundles else self._task(task):
+            best = best_so_far
             yield
         if best is not None:
             best = replace(best, places=(), first_in=first_in) if first_in else best
@@ -130,7 +135,7 @@ class _Forecasting:
                 self._planned.setdefault(planned.node, []).append(planned)
 
     def _task(self, task: Task) -> Iterator[Forecast | None]:
-        """The best so far, every few nodes."""
+        """Yield the best forecast so far every few nodes."""
         best = None
         for node in self._stood.get(task.id, frozenset()) & self._usable:
             best = self._look(node, task, inf)
@@ -147,7 +152,7 @@ class _Forecasting:
         return inf if previous is None else self._now + CLEARLY * (previous.start_at - self._now)
 
     def _gang(self, task: Task) -> Iterator[Forecast | None]:
-        """The best so far, after each search."""
+        """Yield the best forecast so far after each search."""
         best = None
         for nodes in (self._stood.get(task.id, frozenset()), frozenset(self._nodes)):
             before_at = self._to_beat(best)
@@ -158,9 +163,9 @@ class _Forecasting:
         yield best
 
     def _gang_on(self, nodes: Sequence[NodeName], task: Task) -> Iterator[Forecast | None]:
-        """Yield the places and times at which the required ranks fit on these nodes, each result earlier than
-        the last. This is a binary search over the instants, because free room only grows. Reservations count
-        from now to their end."""
+        """Yield forecasts with places where the required ranks fit on these nodes, each earlier than the one
+        before. Free room only grows, so a binary search over the instants finds the earliest. Reservations
+        count from now to their end."""
         profiles: dict[NodeName, CapacityProfile] = {}
         for number, node in enumerate(nodes, start=1):
             profiles[node] = self._capacity.of(node, task)
@@ -172,7 +177,7 @@ class _Forecasting:
             times.update(at for at, _ in profile.room)
         times.add(earliest := self._limits_allow_at)
         moments = sorted(at for at in times if earliest <= at < inf)
-        # The last moment is tried first: without room then, there is never any.
+        # The last moment is tried first: if there is no room then, there never is.
         first, last, middle = 0, len(moments), len(moments) - 1
         while first < last:
             at = moments[middle]
@@ -182,7 +187,7 @@ class _Forecasting:
             yield None if places is None else self._made(task, places, at)
 
     def _gang_nodes(self, profiles: Mapping[NodeName, CapacityProfile], at: float) -> list[GangNode]:
-        """The nodes as a gang would find them at that instant."""
+        """Return the nodes as a gang would find them at that instant."""
         gang_nodes = []
         for node, profile in profiles.items():
             room, free = profile.headroom(at), {key: profile.mb(key, at) for key in profile.devices}
@@ -201,7 +206,7 @@ class _Forecasting:
         return self._planned.get(node, ())
 
     def _look(self, node: NodeName, task: Task, before_at: float) -> Forecast | None:
-        """The start of the task on the node, if earlier than `before_at`."""
+        """Return the forecast of the task on the node, if it starts earlier than `before_at`."""
         if not may_use_node(task.demand, self._world.nodes[node]):
             return None
         profile = self._capacity.of(node, task)
@@ -232,8 +237,8 @@ class _Forecasting:
         task: Task,
         planned: Sequence[Reservation],
     ) -> list[float]:
-        """Return the possible starts: each time at which a run ends, from the first instant with enough room
-        in sum."""
+        """Return the possible starts: each time at which a run or a reservation ends, from the first instant
+        at which the node has enough room apart from reservations."""
         gpus = task.demand.gpus
         starts = sorted(_first(profile.devices[key], need) for key, need in needs.items())
         earliest = max(self._limits_allow_at, starts[gpus - 1] if gpus else self._now)
@@ -255,7 +260,8 @@ class _Forecasting:
         task: Task,
         planned: Sequence[Reservation],
     ) -> list[tuple[DeviceKey, Mib]] | None:
-        """Devices that are free from then on without delaying an earlier forecast."""
+        """Return devices that the task can have from `at` to `until` without delaying an earlier forecast;
+        None if there are too few."""
         starts = (reservation.forecast.start_at for reservation in planned)
         checks = [at, *(start for start in starts if at < start < until)]
         for check in checks:
@@ -286,7 +292,7 @@ class _Forecasting:
         return Forecast(task.id, tuple(places), *times, n, basis, reserves_room, as_of=self._now)
 
     def _run_seconds(self, task: Task, nodes: Iterable[NodeName]) -> tuple[Seconds, Seconds]:
-        """(p50, p90)"""
+        """Return the median and the 90th percentile of the task's run time on these nodes."""
         kinds = {kind for node in nodes for kind in self._draft.kinds_for(node, task)}
         return whole_run_seconds(task, self._world.learned.sketches, self._policy, kinds)
 
@@ -308,7 +314,7 @@ def _end_of(forecast: Forecast) -> ExpectedEnd:
 
 
 def _first(steps: list[tuple[float, int]], need_mb: int) -> float:
-    """Return when there is so much for the first time; infinite if never."""
+    """Return the first instant with `need_mb` free; infinite if there is none."""
     return next((at for at, mb in steps if mb >= need_mb), inf)
 
 

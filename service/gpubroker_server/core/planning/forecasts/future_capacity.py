@@ -29,12 +29,12 @@ class ExpectedEnd(Struct, frozen=True):
     p50_at: Instant
     p90_at: Instant
     n: int = 0
-    """Number of past runs behind the estimate; 0 if it was stated, or is certain."""
+    """The number of past runs behind the estimate; 0 if the end was stated, or is certain."""
     is_guess: bool = False
     """True if the run's length is unknown, or the run has outlasted its estimate."""
 
     def within(self, now: Instant) -> Remaining | None:
-        """Return the time that remains; None for a guess."""
+        """Return the time that remains until the run is gone; None for a guess."""
         if self.is_guess or self.p50_at == inf:
             return None
         return Remaining(Seconds(self.p50_at - now), Seconds(self.p90_at - now), self.n)
@@ -44,8 +44,9 @@ class ExpectedEnds:
     """The expected ends of the runs in one draft, each computed once."""
 
     def __init__(self, draft: Draft, policy: Policy, now: Instant, as_of: Instant | None = None) -> None:
-        """`as_of`: the instant at which uncertain ends are estimated; None: now. Such an end moves on with
-        every moment that the run lasts, so otherwise every task would delay a forecast made just before."""
+        """`as_of` is the instant at which uncertain ends are estimated; None stands for `now`. An uncertain
+        end moves on with every moment that the run lasts, so estimates as of now would make every task delay
+        a forecast made just before."""
         self.draft = draft
         """The draft, which may be replaced by another draft of the same World."""
         self.policy = policy
@@ -55,7 +56,7 @@ class ExpectedEnds:
         self._known: dict[tuple[TaskId, int, TaskState], ExpectedEnd] = {}
 
     def of_holding(self, holding: Holding) -> ExpectedEnd:
-        """A quarantined lease never ends."""
+        """Return the expected end of a lease. A quarantined lease never ends."""
         run = self.draft.holder(holding.lease)
         if holding.lease.state is LeaseState.RELEASING:
             return ExpectedEnd(self.now, self.now)
@@ -66,15 +67,15 @@ class ExpectedEnds:
         return self.of(run)
 
     def of(self, run: Task) -> ExpectedEnd:
-        """The run is ADMITTED, RUNNING or STOPPING."""
+        """Return the expected end of a run that is ADMITTED, RUNNING or STOPPING."""
         if run.state is TaskState.STOPPING:
             at = max(self.now, run.stop_deadline_at or self.now)
             return ExpectedEnd(at, at)
         key = run.id, run.fence, run.state
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._work_out(run)
-        return known
+        expected_end = self._known.get(key)
+        if expected_end is None:
+            expected_end = self._known[key] = self._work_out(run)
+        return expected_end
 
     def _work_out(self, run: Task) -> ExpectedEnd:
         match run.holder:
@@ -84,8 +85,8 @@ class ExpectedEnds:
                 return self._end_of_run(run)
 
     def _end_of_model(self, model: Task) -> ExpectedEnd:
-        """Return when it makes room for a task of lower priority, if no request comes. One that gateways see
-        in use does so when it is no longer wanted, which each request delays."""
+        """Return when the model makes room for a task of lower priority, if no request comes. A model that
+        gateways see in use makes room when it is no longer wanted, which each request delays."""
         if never_leaves(model) or model.expires_at is None:
             return NEVER
         if model.started_at is not None:
@@ -107,11 +108,12 @@ class ExpectedEnds:
             return self._bounded(run, p50_at, p90_at, left.n, is_guess=False)
         if run.expected_seconds is not None:
             return self._guessed(run, run.expected_seconds, at)
-        known = self._sketches.get(SketchKey(run.tenant, run.subject, kind, What.SECONDS))
-        return self._guessed(run, 0.0 if known is None else known.quantile(1.0) or 0.0, at)
+        sketch = self._sketches.get(SketchKey(run.tenant, run.subject, kind, What.SECONDS))
+        return self._guessed(run, 0.0 if sketch is None else sketch.quantile(1.0) or 0.0, at)
 
     def _guessed(self, run: Task, known_seconds: float, at: Instant) -> ExpectedEnd:
-        """`known_seconds`: the task's longest known run time; 0 if unknown."""
+        """Return a guess of the end. `known_seconds` is the longest known run time of such a task in seconds;
+        0 if unknown."""
         elapsed = 0.0 if run.started_at is None else at - run.started_at
         guess = max(LEAST_GUESS_SECONDS, elapsed - known_seconds)
         return self._bounded(run, at + guess, at + GUESS_P90 * guess, 0, is_guess=True)
@@ -125,32 +127,32 @@ class ExpectedEnds:
         if run.deadline_at is not None:
             match run.holder:
                 case External(ttl_seconds) if run.deadline_at > (run.admitted_at or self.now) + ttl_seconds:
-                    pass  # it was renewed: the next renewal moves its deadline again
+                    pass  # the lease was renewed: the next renewal moves its deadline again
                 case _:
                     latest = min(latest, run.deadline_at + run.grace_seconds)
         latest = max(self.now, latest)
         return ExpectedEnd(Instant(min(latest, p50_at)), Instant(min(latest, p90_at)), n, is_guess)
 
     def _kind_of(self, run: Task) -> str:
-        """Kind of its devices; empty if it has none."""
-        known = [lease.device for lease in self.draft.world.leases_of(run)]
-        if not known and run.demand.gpus and run.node is not None:  # this draft has admitted it
-            known = [d for d in self.draft.given_to(run.id) if self.draft.ledger(d).device.node == run.node]
-        return min((self.draft.ledger(device).device.kind for device in known), default="")
+        """Return the kind of the run's devices; empty if it has none."""
+        devices = [lease.device for lease in self.draft.world.leases_of(run)]
+        if not devices and run.demand.gpus and run.node is not None:  # this draft has admitted the run
+            devices = [d for d in self.draft.given_to(run.id) if self.draft.ledger(d).device.node == run.node]
+        return min((self.draft.ledger(device).device.kind for device in devices), default="")
 
 
 LATE_SECONDS = Seconds(30.0)
-"""Extra time for which a device without fresh samples still counts: its reservations must survive until its
-samples return, because the next plan sees those before the next forecast does."""
+"""The extra time for which a device without fresh samples still counts. The reservations on the device must
+survive until its samples return, because the next plan sees the samples before the next forecast does."""
 
 
 class CapacityProfile(Struct, frozen=True):
     """The free capacity of one node over time, for tasks of one priority."""
 
     devices: dict[DeviceKey, list[tuple[float, int]]]
-    """Usable device -> (instant, free MiB from then on), by time."""
+    """Maps a usable device to its steps (instant, free MiB from then on) by time."""
     room: list[tuple[float, NodeHeadroom]]
-    """(instant, free CPU, host memory, run slots and custom resources from then on), by time."""
+    """The steps (instant; free CPU, host memory, run slots and custom resources from then on) by time."""
 
     def mb(self, device: DeviceKey, at: float) -> int:
         steps = self.devices.get(device)
@@ -161,7 +163,7 @@ class CapacityProfile(Struct, frozen=True):
 
 
 class _WaitingTask(NamedTuple):
-    """The properties of a task that is to start which decide which runs end, or can be preempted, for it."""
+    """The properties of a waiting task that decide when runs are out of its way."""
 
     priority: int
     below: int
@@ -171,13 +173,13 @@ class _WaitingTask(NamedTuple):
     spared: frozenset[str] = frozenset()
     """Tenants whose runs with GPUs the task may not preempt."""
     pledged: TaskId | None = None
-    """The task itself, if it has pledges: what is pledged to it is not taken by others."""
+    """The id of the task if it has pledges: other tasks do not take what is pledged to it."""
     is_model: bool = False
 
 
 class _CapacityReleases:
-    """The free room on the nodes of one draft, and its releases over time. This is a class of its own so that
-    the answers kept by `FutureCapacity` form no reference cycle with it."""
+    """The free room on the nodes of one draft, and the releases over time. The class is separate from
+    `FutureCapacity`, so that the answers kept there form no reference cycle."""
 
     def __init__(self, expected_ends: ExpectedEnds, *, for_plans: bool) -> None:
         self._expected_ends = expected_ends
@@ -197,25 +199,25 @@ class _CapacityReleases:
         ]
 
     def leaves_at(self, run: Task, waiter: _WaitingTask) -> float:
-        """Return when the run has ended, or can be preempted for the task."""
+        """Return when the run will have ended, or can be preempted for the task."""
         return self._out_of_the_way_at(run, self._expected_ends.of(run), waiter)
 
     def mb_now(self, device: DeviceKey, waiter: _WaitingTask) -> int:
         ledger = self.draft.ledger(device)
         if self._is_unheard_of(ledger):
             return 0
-        kept = sum(
+        pledged_mb = sum(
             pledge.mb
             for pledge in ledger.pledges.values()
             if pledge.priority >= waiter.priority and pledge.preemptor != waiter.pledged
         )
-        return ledger.unallocated_mb() - kept
+        return ledger.unallocated_mb() - pledged_mb
 
     def room_now(self, node: NodeName, waiter: _WaitingTask) -> NodeHeadroom:
         return self.draft.headroom(node, task=waiter.pledged, priority=waiter.priority)
 
     def of_device(self, device: DeviceKey, waiter: _WaitingTask) -> Iterator[tuple[float, int]]:
-        """(instant, MiB) of every holder. A device without samples releases nothing."""
+        """Yield (instant, MiB) of every holding's release. A device without samples releases nothing."""
         ledger = self.draft.ledger(device)
         for holding in () if self._is_unheard_of(ledger) else ledger.holdings.values():
             expected_end = self._expected_ends.of_holding(holding)
@@ -226,7 +228,7 @@ class _CapacityReleases:
             yield at, holding.occupied_mb
 
     def of_node(self, node: NodeName, waiter: _WaitingTask) -> Iterator[tuple[float, Task]]:
-        """(instant, run) of every active run."""
+        """Yield every active run with the instant at which it is out of the way."""
         return ((self.leaves_at(run, waiter), run) for run in self.draft.active_on(node))
 
     def _is_unheard_of(self, ledger: DeviceLedger) -> bool:
@@ -240,8 +242,8 @@ class _CapacityReleases:
         is_protected = run.tenant in waiter.spared and needs_gpus(run.demand)
         if is_protected or run.state is TaskState.STOPPING:
             return leaves_at
-        # A forecast says when the task starts, so the notice counts. To ask whether a run is in its way, it
-        # is enough that the run can be preempted by then.
+        # A forecast says when the task starts, so the grace period of the run counts. To tell whether a run
+        # is in the task's way, it is enough that the run can be given notice by then.
         grace = run.grace_seconds if self._for_plans else 0.0
         leaves_at = min(leaves_at, stoppable_at(run, waiter.below, policy, now) + grace)
         match run.holder:
@@ -253,8 +255,8 @@ class _CapacityReleases:
 
 
 class CapacityAt:
-    """The capacity of one node at one instant, for tasks of one priority. Summed lazily: often there is
-    enough before any run ends."""
+    """The capacity of one node at one instant, for tasks of one priority. Each part of it is summed on
+    demand, since often only some parts are asked for."""
 
     def __init__(self, leaving: _CapacityReleases, node: NodeName, waiter: _WaitingTask, at: float) -> None:
         self._leaving = leaving
@@ -266,7 +268,7 @@ class CapacityAt:
         self.revision = leaving.draft.changes.at(node)
 
     def has_room(self, planned: Iterable[Task], parts: Sequence[Task]) -> bool:
-        """True if these parts fit beside the planned ones."""
+        """Return True if these parts fit beside the planned ones."""
         return _fit(self.room(), planned, parts)
 
     def has_mb(self, device: DeviceKey, mb: int) -> bool:
@@ -303,9 +305,9 @@ class CapacityAt:
 class FutureCapacity:
     """The capacity of a draft's nodes over time, computed on demand and again after a node changes.
 
-    `for_plans`: to find when a task can start. Otherwise, to find whether another task may run before it:
-    then runs that the task may preempt are no obstacle, and runs of unknown length that started after it was
-    submitted are taken to stay.
+    With `for_plans` it tells when a task can start. Otherwise it tells whether another task may run before
+    that task: runs that the task may preempt are then no obstacle, and runs of unknown length that were
+    admitted after it was submitted are assumed never to end.
     """
 
     expected_ends: ExpectedEnds
@@ -320,20 +322,20 @@ class FutureCapacity:
 
     def of(self, node: NodeName, task: Task) -> CapacityProfile:
         waiter, revision = self._waiter(task), self.expected_ends.draft.changes.at(node)
-        known = self._known.get((node, waiter))
-        if known is None or known[0] != revision:
-            known = self._known[node, waiter] = revision, self._work_out(node, waiter)
-        return known[1]
+        profile = self._known.get((node, waiter))
+        if profile is None or profile[0] != revision:
+            profile = self._known[node, waiter] = revision, self._work_out(node, waiter)
+        return profile[1]
 
     def capacity_at(self, node: NodeName, task: Task, at: float) -> CapacityAt:
         waiter, capacities = self._waiter(task), self._later.setdefault(node, {})
-        known = capacities.get((waiter, at))
-        if known is None or known.revision != self.expected_ends.draft.changes.at(node):
-            known = capacities[waiter, at] = CapacityAt(self._leaving, node, waiter, at)
-        return known
+        capacity = capacities.get((waiter, at))
+        if capacity is None or capacity.revision != self.expected_ends.draft.changes.at(node):
+            capacity = capacities[waiter, at] = CapacityAt(self._leaving, node, waiter, at)
+        return capacity
 
     def on_placement(self, node: NodeName, since: int, run: Task, place: Placement) -> None:
-        """A run was placed on the node, whose revision was `since` before."""
+        """Record that a run was placed on the node, whose revision was `since` before."""
         for capacity in self._later.get(node, {}).values():
             if capacity.revision == since:
                 capacity.on_placement(run, place)
@@ -380,8 +382,8 @@ LEAST_GUESS_SECONDS = 60.0
 """A run of unknown length is expected to last as long again as it has, and at least this long."""
 
 GUESS_P90 = 9.0
-"""Remaining time of a run of unknown length, as multiples of its age so far: median 1, 90th percentile 9
-(Pareto distribution with exponent 1)."""
+"""The 90th percentile of the time that remains to a run of unknown length, as a multiple of its age. The
+median is 1 (Pareto distribution with exponent 1)."""
 
 
 NEVER = ExpectedEnd(Instant(inf), Instant(inf))

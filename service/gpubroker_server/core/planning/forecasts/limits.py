@@ -27,7 +27,7 @@ class EndingRun(NamedTuple):
 
 
 def share_a_limit(taker: Task, task: Task, policy: Policy) -> bool:
-    """True if both count against one limit or one quota."""
+    """Return True if both tasks count against one limit or one quota."""
     if task.demand.counted and taker.demand.counted:
         names = {name for name, _ in task.demand.counted}
         if any(name in names for name, _ in taker.demand.counted):
@@ -49,9 +49,11 @@ class Limits:
         self._quotas = Quotas(draft, expected_ends.policy, needs)
 
     def runs_to_wait_for(self, task: Task, planned: Iterable[EndingRun] = ()) -> list[EndingRun] | None:
-        """The runs that must end before no limit or quota stops the task, in order of their ends. Empty: it
-        may start now. None: no end in sight. Leases in RELEASING count as free. `planned`: tasks that start
-        before it."""
+        """Return the runs that must end before no limit or quota stops the task, in order of their ends.
+
+        The list is empty if the task may start now, and None if no end is in sight. Leases in RELEASING count
+        as free. `planned` has the tasks that start before this one.
+        """
         balance = _LimitBalance(self._draft, self._policy, self._quotas, task)
         others = [
             reservation for reservation in planned if share_a_limit(reservation.run, task, self._policy)
@@ -79,7 +81,7 @@ class Limits:
 
 
 class _LimitBalance:
-    """The amounts of its limits and its quota that a task lacks as other runs begin and end."""
+    """What a task lacks of its limits and its quota as other runs begin and end."""
 
     def __init__(self, draft: Draft, policy: Policy, quotas: Quotas, task: Task) -> None:
         self._draft = draft
@@ -89,7 +91,7 @@ class _LimitBalance:
         self._given: dict[str, int] = {}
 
     def change(self, other: Task, sign: int) -> None:
-        """A run begins (+1) or ends (-1)."""
+        """Count the begin (`sign` +1) or the end (-1) of a run."""
         for name, amount in counted_by(other) if other.is_active else other.demand.counted:
             if name in self._left:
                 self._left[name] -= sign * amount
@@ -133,16 +135,16 @@ class LimitReservations:
     policy: Policy
     now: Instant
     order: Callable[[Task], OrderKey]
-    """A task's place in the queue now."""
+    """Returns a task's present place in the queue."""
     forecasts: InitVar[Iterable[Forecast]]
 
     def __post_init__(self, forecasts: Iterable[Forecast]) -> None:
         forecasts = tuple(forecasts)
         self._binding = BindingOrder(self.draft.world, self.order, forecasts)
         self._first: dict[str, list[FirstWaiting]] = {}
-        """Limit or quota -> the tasks that wait for it first."""
+        """Maps a limit or quota to the first tasks that wait for it."""
         self._longest: dict[tuple[object, ...], Seconds] = {}
-        """Key: everything that a run time estimate depends on."""
+        """Maps everything that a run time estimate depends on to the answer of `_longest_seconds`."""
         for forecast in forecasts:
             task = self.draft.world.tasks.get(forecast.task)
             if forecast.first_in and task is not None and task.state is TaskState.PENDING:
@@ -155,7 +157,8 @@ class LimitReservations:
             self._first[name] = [first for first in line if first.task.id != task]
 
     def ahead_of(self, task: Task) -> list[FirstWaiting]:
-        """Tasks ahead of it that wait for one of its limits or its quota, and that it might outlast."""
+        """Return the tasks ahead of this one that wait for one of its limits or its quota, and are expected
+        to start before it might end."""
         if not self._first:
             return []
         names = [name for name, _ in task.demand.counted]

@@ -1,4 +1,4 @@
-"""Backfill: a task may start before one ahead of it only if it does not delay that task's reservation."""
+"""Backfill: a task may start before a task ahead of it only if it does not delay that task's reservation."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,14 +28,14 @@ from gpubroker_server.core.world.world import World
 
 
 class Basis(StrEnum):
-    """The basis of a forecast: the weakest of all its inputs."""
+    """The basis of a forecast, which is that of its least certain input."""
 
     STATED = "stated"
-    """Run times stated at submission, time limits and stop deadlines."""
+    """The forecast rests on run times stated at submission, time limits and stop deadlines."""
     LEARNED = "learned"
-    """Past runs like those that must end first."""
+    """The forecast rests on past runs like those that must end first."""
     GUESS = "guess"
-    """A run of unknown length, or one that has outlasted its estimate."""
+    """The forecast rests on a run of unknown length, or on one that has outlasted its estimate."""
 
 
 class Forecast(Struct, frozen=True):
@@ -44,7 +44,8 @@ class Forecast(Struct, frozen=True):
 
     task: TaskId
     places: tuple[Placement, ...]
-    """One; of a gang one for each of its required ranks; none while it waits for a limit or a quota."""
+    """The place of the task; of a gang, one place for each required rank. Empty while the task waits for a
+    limit or a quota."""
     start_at: Instant
     """The median of the start."""
     p90_at: Instant
@@ -52,20 +53,20 @@ class Forecast(Struct, frozen=True):
     end_at: Instant
     """The median of the end of the run; infinite if the run's length is unknown."""
     n: int
-    """Past runs behind the estimate that has the fewest; 0 without any."""
+    """The number of past runs behind the estimate that has the fewest; 0 if no estimate has any."""
     basis: Basis
     reserves_room: bool = True
-    """True if tasks behind this one cannot take the room. Of forecasts that are a guess only the first
-    reserves: more would leave too much memory idle."""
+    """True if tasks behind this one cannot take the room. Of the forecasts that are guesses only the first
+    one reserves room: more reservations would leave too much memory idle."""
     first_in: frozenset[str] = frozenset()
     """Limits and quotas (`quota_line`) for which the task is among the first to wait. A task behind it may
     use them only if that task's run ends before `start_at`."""
     as_of: Instant | None = None
-    """The instant at which the ends of runs were estimated. None: now."""
+    """The instant at which the ends of runs were estimated; None for the present."""
 
     @property
     def reserves(self) -> bool:
-        """True if it binds tasks behind it: it reserves room, or a limit or quota."""
+        """True if the forecast binds tasks behind its own: it reserves room, or a limit or quota."""
         return bool(self.first_in) or (self.reserves_room and bool(self.places))
 
 
@@ -78,9 +79,12 @@ class QueuePlace(NamedTuple):
 
 
 class BindingOrder:
-    """Tells which tasks a reservation binds (`reserves_before`). Of two reservations that would bind each
-    other's tasks only the one that was made first does: the other one is planned around it. If both did, a
-    start that is late by a moment would hold up both tasks, and their room would stay idle."""
+    """Tells which tasks a reservation binds (`reserves_before`).
+
+    Of two reservations that would bind each other's tasks only the one that was made first does so; the other
+    one is planned around it. If both were binding, a start that is late by a moment would hold up both tasks,
+    and their room would stay idle.
+    """
 
     __slots__ = ("_order", "_turns")
 
@@ -98,7 +102,7 @@ class BindingOrder:
         return QueuePlace(self._turns.get(task.id, inf), self._order(task))
 
     def binds(self, reserved: Task, other: QueuePlace) -> bool:
-        """Return True if the reservation of a task binds the one at the other place."""
+        """Return True if the reservation of the task `reserved` binds the task at the place `other`."""
         own_place = self.place_of(reserved)
         if own_place.turn == other.turn or not reserves_before(own_place.key, other.key):
             return False
@@ -112,13 +116,13 @@ class Reservation(NamedTuple):
     task: Task
     node: NodeName
     parts: tuple[Task, ...]
-    """The task, or each of its ranks there as a task of its own."""
+    """The task, or each of its ranks on the node as a task of its own."""
     devices: Mapping[DeviceKey, int]
-    """Device -> MiB."""
+    """Maps a device to the MiB reserved on it."""
 
 
 def reservations_of(forecast: Forecast, task: Task) -> Iterator[Reservation]:
-    """Return one reservation for each node, in rank order."""
+    """Yield one reservation for each node of the forecast, in rank order."""
     for node in dict.fromkeys(place.node for place in forecast.places):
         yield Reservation(forecast, task, node, *usage_on(node, task, forecast.places))
 
@@ -126,7 +130,7 @@ def reservations_of(forecast: Forecast, task: Task) -> Iterator[Reservation]:
 def usage_on(
     node: NodeName, task: Task, places: Sequence[Placement]
 ) -> tuple[tuple[Task, ...], dict[DeviceKey, int]]:
-    """(the task's ranks on the node, device -> MiB)"""
+    """Return the task's ranks on the node, or the task itself, and the MiB that it takes of each device."""
     parts: list[Task] = []
     devices: dict[DeviceKey, int] = {}
     for rank, place in enumerate(places):
@@ -138,12 +142,12 @@ def usage_on(
 
 
 class _Constraint(NamedTuple):
-    """The room of a node that one reservation leaves to a task that would delay it."""
+    """The room of a node that one reservation leaves to a task that would delay the reservation."""
 
     capacity: CapacityAt
     """The capacity at the start of the reservation."""
     ahead: tuple[Reservation, ...]
-    """The reservation itself, and the others that hold room at that time."""
+    """The reservation itself, and the other reservations that hold room when it starts."""
     devices: frozenset[DeviceKey]
 
     def parts(self) -> Iterator[Task]:
@@ -154,7 +158,7 @@ class _Constraint(NamedTuple):
 
 
 class BackfillWindow:
-    """The room of a node that reservations leave to a task behind them."""
+    """The room of a node that reservations leave to a task that they bind."""
 
     def __init__(self, constraints: Sequence[_Constraint]) -> None:
         self._constraints = constraints
@@ -166,13 +170,13 @@ class BackfillWindow:
         )
 
     def fits(self, parts: Sequence[Task]) -> bool:
-        """True if all of these fit together."""
+        """Return True if all of these parts fit together."""
         return all(
             constraint.capacity.has_room(constraint.parts(), parts) for constraint in self._constraints
         )
 
     def limit(self, gang_node: GangNode) -> GangNode:
-        """The node, with its free room cut down to this window."""
+        """Return the node with its free room cut down to this window."""
         room, free = gang_node.room, dict(gang_node.free)
         for constraint in self._constraints:
             left = constraint.capacity.room()
@@ -193,10 +197,10 @@ class Reservations:
     now: Instant
     guarantees: Guarantees
     order: Callable[[Task], OrderKey]
-    """A task's place in the queue now."""
+    """Returns a task's present place in the queue."""
     forecasts: tuple[Forecast, ...]
     refused_by_reservation: int = 0
-    """Number of tasks that reservations have refused so far in this cycle."""
+    """The number of tasks that reservations have refused so far in this cycle."""
 
     def __post_init__(self) -> None:
         as_of = max((f.as_of for f in self.forecasts if f.as_of is not None), default=self.now)
@@ -206,10 +210,10 @@ class Reservations:
         )
         self._binding = BindingOrder(self.draft.world, self.order, self.forecasts)
         self.on: dict[NodeName, list[Reservation]] = {}
-        """Node -> its reservations, in the order of the forecasts."""
+        """Maps a node to its reservations, in the order of the forecasts."""
         self._kinds: list[str] | None = None
         self._lengths: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
-        """Key: everything that a run time estimate depends on."""
+        """Maps everything that a run time estimate depends on to the answer of `_lengths_of`."""
         for forecast in self.forecasts:
             task = self.draft.world.tasks.get(forecast.task)
             if forecast.reserves_room and task is not None and task.state is TaskState.PENDING:
@@ -231,7 +235,8 @@ class Reservations:
         return self.refused_by_reservation >= self.policy.backfill_depth
 
     def refuses(self, task: Task, places: Sequence[Placement], *, all_reservations: bool) -> bool:
-        """True if the task would delay a reservation there: of a task ahead of it, or any at all."""
+        """Return True if the task would delay a reservation at these places: one of a task ahead of it, or
+        with `all_reservations` any other."""
         nodes = {place.node for place in places} & self.on.keys()
         return bool(nodes) and (
             self.is_depth_reached
@@ -248,7 +253,8 @@ class Reservations:
     def nodes_for_gang(
         self, task: Task, gang_nodes: Iterable[GangNode], *, all_reservations: bool
     ) -> Iterator[GangNode]:
-        """Yield what a gang may use of these nodes without delaying a reservation ahead of it, or any."""
+        """Yield what a gang may use of each node without delaying a reservation ahead of it, or with
+        `all_reservations` any other."""
         for gang_node in gang_nodes:
             node = gang_node.node.name
             if node not in self.on:
@@ -257,8 +263,11 @@ class Reservations:
                 yield self.backfill_window(task, node, all_reservations=all_reservations).limit(gang_node)
 
     def nodes_closed_to(self, task: Task, like: Task | None = None) -> frozenset[NodeName]:
-        """Return the nodes on which no run is preempted for the task: a task ahead of it has a reservation
-        there, and could not preempt it (or `like`) in turn."""
+        """Return the nodes on which no run is preempted for the task.
+
+        A task ahead of it has a reservation on such a node, and could not preempt the task in turn. If `like`
+        is given, its run is the one that would have to be preempted.
+        """
         own_place, run = self._binding.place_of(task), like or task
         return frozenset(
             node
@@ -271,23 +280,25 @@ class Reservations:
         )
 
     def victim_floors(self, task: Task) -> dict[NodeName, int]:
-        """Nodes closed to the task, on which runs from this priority on may be preempted for it all the same.
+        """Return the nodes closed to the task on which some runs may be preempted for it nevertheless, each
+        with the lowest priority of such runs.
 
-        The tasks ahead of it with a reservation there ask for no GPU, so they may not preempt such runs
-        themselves: only the ends of those runs serve the reservation. Runs below the floor stay theirs. Tasks
-        that ask for GPUs keep their nodes closed, and so do all once the depth is reached.
+        The tasks ahead that reserved such a node ask for no GPU, so they may not preempt runs from this
+        priority on: their reservations only wait for those runs to end. Runs of a lower priority are left to
+        these tasks. Nodes reserved for tasks that ask for GPUs stay closed, and so do all nodes once the
+        depth is reached.
         """
         if self.is_depth_reached:
             return {}
-        found = {}
+        floors = {}
         for node in self.nodes_closed_to(task):
             closing = [reservation.task for reservation in self.closing(node, task)]
             if not any(needs_gpus(reserving.demand) for reserving in closing):
-                found[node] = max(map(stops_below, closing))
-        return found
+                floors[node] = max(map(stops_below, closing))
+        return floors
 
     def closing(self, node: NodeName, task: Task) -> list[Reservation]:
-        """Return the reservations for which the node is closed to the task; without them it is open."""
+        """Return the reservations that close the node to the task; empty if the node is open."""
         own_place = self._binding.place_of(task)
         return [
             reservation
@@ -301,7 +312,7 @@ class Reservations:
         return frozenset(self.on) if self.is_depth_reached else self.nodes_closed_to(task)
 
     def is_behind_all(self, task: Task) -> bool:
-        """True if all other reservations are ahead of the task."""
+        """Return True if all other reservations are ahead of the task."""
         own_place = self._binding.place_of(task)
         return all(
             self._is_ahead(reservation, own_place) or reservation.task.id == task.id
@@ -310,7 +321,7 @@ class Reservations:
         )
 
     def ahead_of(self, task: Task) -> frozenset[TaskId]:
-        """The tasks with reservations ahead of it."""
+        """Return the tasks whose reservations bind this task."""
         own_place = self._binding.place_of(task)
         return frozenset(
             reservation.task.id
@@ -320,7 +331,7 @@ class Reservations:
         )
 
     def equivalence_key(self, task: Task) -> tuple[object, ...]:
-        """Tasks with equal demands and equal keys are bound alike by reservations."""
+        """Return a key such that reservations bind tasks with equal demands and equal keys alike."""
         if self.is_depth_reached and not self.policy.has_quotas:
             return (True,)  # no task is tried any more on these nodes
         is_shielded = task.preemptions >= self.policy.preemption_budget
@@ -333,7 +344,8 @@ class Reservations:
         )
 
     def _highest_overtaken(self, task: Task) -> int:
-        """The highest priority of the reservations that it is ahead of by age; 0 without any."""
+        """Return the highest priority of the reservations that the task is ahead of by age; 0 if there are
+        none."""
         until = ahead_of_priority(task, self.policy, self.now)
         if until == task.priority:
             return 0
@@ -360,12 +372,12 @@ class Reservations:
         return self._lengths[equivalence]
 
     def _is_ahead(self, planned: Reservation, place: QueuePlace) -> bool:
-        """True if the reservation binds a task at this place."""
+        """Return True if the reservation binds a task at this place."""
         return self._binding.binds(planned.task, place)
 
     def backfill_window(self, task: Task, node: NodeName, *, all_reservations: bool) -> BackfillWindow:
-        """Return what the task may use of the node without delaying a reservation ahead of it, or any at
-        all."""
+        """Return what the task may use of the node without delaying a reservation ahead of it, or with
+        `all_reservations` any other."""
         constraints: list[_Constraint] = []
         for delayed in self.delayed_by(task, node, all_reservations=all_reservations):
             at = max(self.now, delayed.forecast.start_at)
@@ -375,11 +387,12 @@ class Reservations:
         return BackfillWindow(constraints)
 
     def on_placement(self, node: NodeName, since: int, run: Task, place: Placement) -> None:
-        """A run was placed on the node, whose revision was `since` before."""
+        """Record that a run was placed on the node, whose revision was `since` before."""
         self._capacity.on_placement(node, since, run, place)
 
     def _held_at(self, task: Task, node: NodeName, at: float, delayed: Reservation) -> Iterator[Reservation]:
-        """The delayed reservation, and the others ahead of the task that hold room at that time."""
+        """Yield the delayed reservation, and the others ahead of the task that hold room at the instant
+        `at`."""
         own_place = self._binding.place_of(task)
         for planned in self.on[node]:
             begun = planned.forecast.start_at <= at < planned.forecast.end_at
@@ -387,7 +400,8 @@ class Reservations:
                 yield planned
 
     def delayed_by(self, task: Task, node: NodeName, *, all_reservations: bool) -> list[Reservation]:
-        """The reservations on the node that the task would outlast, and whose task cannot preempt it."""
+        """Return the reservations on the node that start before the task would end, and whose own task cannot
+        preempt it by then."""
         own_place = self._binding.place_of(task)
         protected = [
             planned
@@ -404,7 +418,7 @@ class Reservations:
         ]
 
     def _can_be_preempted_for(self, task: Task, planned: Reservation) -> bool:
-        """True if its run could be preempted by the time the reservation starts."""
+        """Return True if the task's run could be preempted by the time the reservation starts."""
         other = planned.task
         may_stop = preempts(other, self.policy)
         if not may_stop or self.guarantees.would_be_protected(task, other):

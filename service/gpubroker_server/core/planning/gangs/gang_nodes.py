@@ -1,4 +1,4 @@
-"""Nodes and their devices as the search for a gang's places sees them."""
+"""Nodes and their devices, in the form in which the search for a gang's places uses them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,20 +25,20 @@ def taken_share(device: Device, free_mb: int) -> int:
 
 @dataclass(slots=True)
 class GangNode:
-    """The rest of one node while the search adds and removes ranks."""
+    """What is left of one node while the search adds and removes ranks."""
 
     node: Node
     room: NodeHeadroom
     free: dict[DeviceKey, int]
-    """Usable device -> MiB that the gang could have."""
+    """Maps a usable device to the MiB that the gang could have."""
     devices: Mapping[DeviceKey, Device]
     worth: PlacementScorer | None = None
-    """Scores of places by the usual demands; None: by room left."""
+    """The scores of places by the usual demands. If None, places are compared by the room left."""
     ranks: list[int] = field(default_factory=list)
     holders: dict[DeviceKey, int] = field(default_factory=dict)
-    """Holders of each device, the gang's ranks included; counted for `placement: spread`."""
+    """Maps a device to the number of its holders, including the gang's ranks, for `placement: spread`."""
     _spots: dict[Demand, ScoredPlacement | None] = field(default_factory=dict, init=False)
-    """Cached until a rank is added or removed."""
+    """The answers of `_spot`, cached until a rank is added or removed."""
 
     @property
     def room_left(self) -> tuple[float, float]:
@@ -61,14 +61,18 @@ class GangNode:
         self._spots.clear()
 
     def score(self, part: Task) -> int:
-        """Return how little of the usual demands a rank strands here, 0..100; 0 also without scores."""
+        """Return a score from 0 to 100 that is higher the less of the usual demands a rank strands on the
+        node; 0 without scores."""
         spot = self._spot(part)
         return 0 if spot is None else spot.score
 
     def device_choices(self, part: Task) -> Iterator[Chosen]:
-        """Yield every choice of devices for a rank, the best first, without equivalent ones: preferred kinds;
-        then, for one device, the one where the rank strands the least; then the fullest devices (`spread`:
-        those with the fewest holders, then those with the smallest share taken)."""
+        """Yield every choice of devices for a rank, the best first, without equivalent choices.
+
+        Preferred kinds come first; then, for a rank with one device, the device where it strands the least;
+        then the fullest devices. With `spread`, the devices with the fewest holders come before those with
+        the smallest share taken.
+        """
         demand = part.demand
         if not self.room.fits(part):
             return
@@ -120,11 +124,12 @@ def gang_nodes_of(
     worth: PlacementScorer | None = None,
     nodes: Iterable[NodeName] | None = None,
 ) -> list[GangNode]:
-    """The usable nodes, with what the task could have now. `nodes`: of these only, which are usable."""
-    found = []
+    """Return the usable nodes, with what the task could have of each now. If `nodes` is given, return only
+    these, which must be usable."""
+    gang_nodes = []
     for name in sorted(draft.usable_nodes() if nodes is None else nodes):
         ledgers = list(draft.usable_ledgers(name, policy, now))
-        found.append(
+        gang_nodes.append(
             GangNode(
                 draft.world.nodes[name],
                 draft.headroom(name, task=task.id, priority=task.priority),
@@ -134,7 +139,7 @@ def gang_nodes_of(
                 holders={ledger.device.key: len(ledger.holdings) for ledger in ledgers},
             )
         )
-    return found
+    return gang_nodes
 
 
 def _free_mb(ledger: DeviceLedger, task: Task) -> int:

@@ -11,45 +11,46 @@ from gpubroker_server.core.domain.units import NodeName
 from gpubroker_server.core.planning.gangs.gang_nodes import Chosen, GangNode, copy_node
 
 MOST_STEPS = 4_000
-"""Choices of devices that a search tries before it gives up: the gang then waits, though there may be room.
-An exact answer is bin packing, which may take for ever."""
+"""The number of choices of devices that a search tries before it gives up. The gang then waits, though there
+may be room: an exact answer is bin packing, whose time is not bounded."""
 
 Gang = tuple[Placement, ...]
 """One place for each rank, in rank order."""
 
 
 def place_gang(task: Task, gang_nodes: Sequence[GangNode], most: int | None = None) -> Gang | None:
-    """A place for every rank, by the gang's strategy; for an elastic gang as many as fit, from `min_ranks` up
-    to `most`. None if there is no room, or none was found in MOST_STEPS tries. Deterministic; the nodes are
-    not changed."""
+    """Return a place for every rank, by the gang's strategy; for an elastic gang, places for as many ranks as
+    fit, from `min_ranks` up to `most`. Return None if there is no room, or if none was found in MOST_STEPS
+    tries. The answer is deterministic, and the nodes are not changed."""
     demand = task.demand
     count = len(demand.bundles) if most is None else most
-    found = place_ranks(task, count, gang_nodes)
+    places = place_ranks(task, count, gang_nodes)
     least = demand.least_ranks
-    if found is not None or least == count:
-        return found
-    found, too_many = place_ranks(task, least, gang_nodes), count
-    while found is not None and too_many - len(found) > 1:
-        middle = (len(found) + too_many) // 2
+    if places is not None or least == count:
+        return places
+    places, too_many = place_ranks(task, least, gang_nodes), count
+    while places is not None and too_many - len(places) > 1:
+        middle = (len(places) + too_many) // 2
         more = place_ranks(task, middle, gang_nodes)
-        found, too_many = (found, middle) if more is None else (more, too_many)
-    return found
+        places, too_many = (places, middle) if more is None else (more, too_many)
+    return places
 
 
 def place_ranks(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> Gang | None:
-    """Places for the first `count` ranks."""
-    tried = (search.places() for search in _searches(task, count, gang_nodes))
-    return next((found for found in tried if found is not None), None)
+    """Return places for the first `count` ranks; None if no search finds them."""
+    results = (search.places() for search in _searches(task, count, gang_nodes))
+    return next((places for places in results if places is not None), None)
 
 
 def may_fit(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> bool:
-    """True if the first `count` ranks fit; also true if the search gave up."""
+    """Return True if the first `count` ranks fit, or if the search gave up."""
     searches = _searches(task, count, gang_nodes)
     return any(search.places() is not None or search.gave_up for search in searches)
 
 
 def _searches(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> Iterator["_Search"]:
-    """Yield one search over all nodes; with `strict_pack` one for each node, the fullest first."""
+    """Yield one search over all nodes; with `strict_pack`, one search for each node, the fullest node
+    first."""
     if task.demand.strategy != "strict_pack":
         yield _Search(task, count, [copy_node(gang_node) for gang_node in gang_nodes])
         return
@@ -59,13 +60,15 @@ def _searches(task: Task, count: int, gang_nodes: Sequence[GangNode]) -> Iterato
 
 
 def _tightness(gang_node: GangNode, sorts: Collection[Task]) -> tuple[int, int, float, float, NodeName]:
-    """Order nodes for a gang on one node: preferred labels, the least stranded memory, the fullest node."""
+    """Return the key that orders nodes for a gang on one node: preferred labels come first, then the least
+    stranded memory, then the fullest node."""
     unwanted = max(node_preference_rank(part.demand, gang_node.node) for part in sorts)
     return unwanted, -sum(map(gang_node.score, sorts)), *gang_node.room_left, gang_node.node.name
 
 
 class _Search:
-    """Depth first, the hardest ranks first; skips nodes equivalent to one that failed."""
+    """A depth-first search that places the hardest ranks first, and skips nodes equivalent to one that
+    failed."""
 
     def __init__(self, task: Task, count: int, gang_nodes: list[GangNode]) -> None:
         self._strategy = task.demand.strategy
@@ -78,21 +81,21 @@ class _Search:
         self._most = self._count_most()
 
     def places(self) -> Gang | None:
-        found = (self._filled() or self._searched()) if self._may_fit() else None
-        return found and self._side_by_side(found)
+        gang = (self._filled() or self._searched()) if self._may_fit() else None
+        return gang and self._side_by_side(gang)
 
-    def _side_by_side(self, found: Gang) -> Gang:
+    def _side_by_side(self, gang: Gang) -> Gang:
         """Return the same places with equal ranks of a node ordered by device. An elastic gang gives back its
         last ranks first, and this order then frees whole devices."""
         interchangeable: dict[tuple[Demand, NodeName], list[int]] = {}
-        for rank, place in enumerate(found):
+        for rank, place in enumerate(gang):
             interchangeable.setdefault((self._parts[rank].demand, place.node), []).append(rank)
-        places = list(found)
+        places = list(gang)
         for ranks in interchangeable.values():
             first: dict[object, int] = {}
             for rank in ranks:
-                first.setdefault(found[rank].devices, rank)
-            together = sorted((found[rank] for rank in ranks), key=lambda place: first[place.devices])
+                first.setdefault(gang[rank].devices, rank)
+            together = sorted((gang[rank] for rank in ranks), key=lambda place: first[place.devices])
             for rank, place in zip(ranks, together, strict=True):
                 places[rank] = place
         return tuple(places)
@@ -107,15 +110,15 @@ class _Search:
         return None if filled is None else tuple(filled)
 
     def _searched(self) -> Gang | None:
-        found = self._search(0)
-        return tuple(self._places[rank] for rank in range(len(self._parts))) if found else None
+        is_placed = self._search(0)
+        return tuple(self._places[rank] for rank in range(len(self._parts))) if is_placed else None
 
     @property
     def gave_up(self) -> bool:
         return self._steps > MOST_STEPS
 
     def _may_fit(self) -> bool:
-        """True if the ranks of each demand would fit alone: a necessary condition."""
+        """Return True if the ranks of each demand would fit alone, which is a necessary condition."""
         wanted: dict[Demand, int] = {}
         for part in self._parts:
             wanted[part.demand] = wanted.get(part.demand, 0) + 1
@@ -126,20 +129,19 @@ class _Search:
         return all(enough[demand] >= count for demand, count in wanted.items())
 
     def _count_most(self) -> dict[NodeName, dict[Demand, int]]:
-        """Node -> demand -> ranks that would fit there alone."""
+        """Return, by node and demand, how many ranks would fit on the node alone."""
         samples = {part.demand: part for part in self._parts}
-        known: dict[object, dict[Demand, int]] = {}
+        by_signature: dict[object, dict[Demand, int]] = {}
         counts = {}
         for gang_node in self._gang_nodes:
             signature = gang_node.signature()
-            if signature not in known:
-                by_room = replace(
-                    gang_node, worth=None
-                )  # how many there are does not depend on which come first
-                known[signature] = {
+            if signature not in by_signature:
+                # Scores are left out: they order the choices, but do not change their number.
+                by_room = replace(gang_node, worth=None)
+                by_signature[signature] = {
                     demand: _count(by_room, part, len(self._parts)) for demand, part in samples.items()
                 }
-            counts[gang_node.node.name] = known[signature]
+            counts[gang_node.node.name] = by_signature[signature]
         return counts
 
     def _search(self, depth: int) -> bool:
@@ -165,7 +167,8 @@ class _Search:
         return False
 
     def _in_order(self, part: Task, left: int) -> list[GangNode]:
-        """The nodes for a rank, the best first: preferred labels, strategy, least stranded memory, name."""
+        """Return the nodes for a rank, the best first, by preferred labels, strategy, least stranded memory
+        and name."""
         demand = part.demand
         keys: dict[str, Callable[[GangNode], tuple[float, ...]]] = {
             "pack": lambda gang_node: self._packed(gang_node, part, left),
@@ -178,18 +181,24 @@ class _Search:
         return sorted(usable, key=lambda g: (node_preference_rank(demand, g.node), *key(g), g.node.name))
 
     def _packed(self, gang_node: GangNode, part: Task, left: int) -> tuple[float, ...]:
-        """1. nodes with ranks of it 2. most of the remaining ranks 3. least stranded memory 4. fullest"""
+        """Return the key that orders nodes by these rules:
+
+        1. nodes that have ranks of the gang
+        2. nodes that can take the most of the remaining ranks
+        3. the least stranded memory
+        4. the fullest node
+        """
         most = self._most[gang_node.node.name][part.demand]
         return (not gang_node.ranks, -min(most, left), -gang_node.score(part), *gang_node.room_left)
 
     def _apart(self, gang_node: GangNode, part: Task) -> tuple[float, ...]:
-        """1. least stranded memory 2. room for most ranks"""
+        """Return the key that orders nodes by the least stranded memory, then by room for the most ranks."""
         return -gang_node.score(part), -self._most[gang_node.node.name][part.demand]
 
 
 def _hardness(demand: Demand) -> tuple[float, ...]:
     """Return a key by which the ranks that are hardest to place come first."""
-    # What a fraction comes to depends on the device; 1e9 puts it before any size in MiB.
+    # The MiB of a fraction depend on the device; the factor 1e9 puts fractions before any size in MiB.
     size = float("inf") if demand.takes_whole_devices else (demand.gpu_mb or (demand.gpu_fraction or 0) * 1e9)
     return (-demand.gpus, -size, -demand.cpu, -demand.memory_mb)
 
@@ -206,15 +215,14 @@ def _count(gang_node: GangNode, part: Task, most: int) -> int:
 
 
 Counts = Mapping[NodeName, int]
-"""Node -> ranks that would fit there alone."""
+"""Maps a node to the number of ranks that would fit there alone."""
 
 
 def fill(
     strategy: str, part: Task, count: int, gang_nodes: Sequence[GangNode], most: Counts
 ) -> list[Placement] | None:
-    """Places for `count` equal ranks, without backtracking: a node takes as many as were counted there,
-    whatever the others take. None, with the nodes unchanged, if a count turns out too high.
-    """
+    """Return places for `count` equal ranks, without backtracking: a node takes as many ranks as `most` says,
+    whatever other nodes take. If a count turns out too high, return None and leave the nodes unchanged."""
     put: list[tuple[GangNode, Chosen]] = []
     for gang_node in _turns(strategy, part, count, gang_nodes, most):
         chosen = next(gang_node.device_choices(part), None)
@@ -232,7 +240,7 @@ def fill(
 def _turns(
     strategy: str, part: Task, count: int, gang_nodes: Sequence[GangNode], most: Counts
 ) -> Iterator[GangNode]:
-    """The node of each rank, in rank order; preferred labels come first."""
+    """Yield the node of each rank, in rank order; nodes with preferred labels come first."""
     able = [gang_node for gang_node in gang_nodes if most[gang_node.node.name]]
     preferences = {
         gang_node.node.name: node_preference_rank(part.demand, gang_node.node) for gang_node in able
@@ -252,27 +260,28 @@ def _turns(
 def _one_each_in_turn(
     part: Task, count: int, gang_nodes: Sequence[GangNode], preferences: Counts, most: Counts
 ) -> Iterator[GangNode]:
-    """Yield the node of the next rank: always that with the fewest ranks, then with least stranded memory,
-    then with room for most ranks."""
-    known = {gang_node.node.name: gang_node for gang_node in gang_nodes}
+    """Yield the node of each rank: always the node with the fewest ranks, then with the least stranded
+    memory, then with room for the most ranks."""
+    by_name = {gang_node.node.name: gang_node for gang_node in gang_nodes}
     turns = [
-        (preferences[name], 0, -gang_node.score(part), -most[name], name) for name, gang_node in known.items()
+        (preferences[name], 0, -gang_node.score(part), -most[name], name)
+        for name, gang_node in by_name.items()
     ]
     heapify(turns)
     for _ in range(count):
         if not turns:
             return
         preference, taken, _, room, name = heappop(turns)
-        yield known[name]
+        yield by_name[name]
         if taken + 1 < -room:
-            heappush(turns, (preference, taken + 1, -known[name].score(part), room, name))
+            heappush(turns, (preference, taken + 1, -by_name[name].score(part), room, name))
 
 
 def _one_after_the_other(
     part: Task, count: int, gang_nodes: Sequence[GangNode], preferences: Counts, most: Counts
 ) -> Iterator[GangNode]:
-    """Fill the largest nodes one by one; the rest goes, among nodes that take all of it, to the one with the
-    least stranded memory, then to the fullest."""
+    """Fill the largest nodes one by one. Once a node can take all remaining ranks, they go to the node with
+    the least stranded memory, then to the fullest, among the nodes that can."""
     order = [
         (preferences[g.node.name], -most[g.node.name], -g.score(part), g.room_left, g.node.name, g)
         for g in gang_nodes

@@ -1,4 +1,4 @@
-"""A copy-on-write picture of the World in which a plan is tried out, then dropped or made into decisions."""
+"""A copy-on-write view of the World in which a plan is tried out, then dropped or turned into decisions."""
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,34 +23,34 @@ from gpubroker_server.core.world.world import World
 NOTHING: Mapping[DeviceKey, int] = MappingProxyType({})
 
 NO_PLEDGE = 2**31
-"""Stands for no pledge: a priority above all others."""
+"""A priority above all others, which stands for no pledge."""
 
 
 class Draft:
-    """Reads through to the World; changes stay here. Only touched devices are copied."""
+    """The World with changes that stay in the draft. Only devices that change are copied."""
 
     def __init__(
         self, world: World, changes: RevisionLog | None = None, growth: RevisionLog | None = None
     ) -> None:
         self.world = world
         self.changes = RevisionLog() if changes is None else changes
-        """Nodes that changed in this draft."""
+        """The nodes that changed in this draft."""
         self.growth = RevisionLog() if growth is None else growth
-        """Nodes on which a task may now find room, or victims, that it did not find before."""
+        """The nodes on which a task may now find room, or victims, that it did not find before."""
         self.custom_use: dict[str, float] = dict(world.custom_use)
         self.background = world.background.copy()
         self.given: list[tuple[str, int]] = []
-        """(tenant, MiB) of each lease made in this draft; negative for a lease taken back."""
+        """The (tenant, MiB) of each lease made in this draft; the MiB are negative for a lease taken back."""
         self._given_to: dict[str, list[DeviceKey]] = {}
-        """Holder -> devices that it was leased in this draft."""
+        """Maps a holder to the devices that were leased to it in this draft."""
         self._books: dict[DeviceKey, DeviceLedger] = {}
         self._use: dict[NodeName, NodeUsage] = {}
         self._tasks: dict[TaskId, Task] = {}
         self._admitted: dict[NodeName, set[TaskId]] = {}
-        self._pledges = {task: dict(kept) for task, kept in world.pledges.items()}
+        self._pledges = {task: dict(pledges) for task, pledges in world.pledges.items()}
         self._waiting: dict[NodeName, list[tuple[int, Task]]] | None = None
         self._binding: list[int] | None = None
-        """Priorities of all pledges, ascending; None until asked for."""
+        """The priorities of all pledges, ascending; None until asked for."""
 
     def copy(self) -> "Draft":
         twin = Draft(self.world)
@@ -67,7 +67,8 @@ class Draft:
         return self._tasks.get(task) or self.world.tasks[task]
 
     def holder(self, lease: Lease) -> Task | None:
-        """The task whose newest claim holds the lease; None if that claim is over or no task's."""
+        """Return the task whose newest claim holds the lease; None if that claim has ended or is no
+        task's."""
         task = self._tasks.get(TaskId(lease.holder)) or self.world.tasks.get(TaskId(lease.holder))
         return task if task is not None and task.fence == lease.fence else None
 
@@ -80,11 +81,11 @@ class Draft:
         return map(self.ledger, self.world.by_node.get(node, ()))
 
     def usable_nodes(self) -> Iterator[NodeName]:
-        """Nodes on which something may be placed, in no order."""
+        """Yield the nodes on which something may be placed, in no order."""
         return (row.name for row in self.world.nodes.values() if self.world.takes_work(row))
 
     def usable_ledgers(self, node: NodeName, policy: Policy, now: Instant) -> Iterator[DeviceLedger]:
-        """Devices that are open and whose last sample is fresh enough, in key order."""
+        """Yield the ledgers of devices that are open and have a fresh sample, in key order."""
         period = policy.sample_period_seconds
         return (ledger for ledger in self.ledgers_on(node) if not ledger.takes_nothing(now, period))
 
@@ -96,11 +97,11 @@ class Draft:
         return self._pledges.get(task, {})
 
     def pledged(self) -> Iterator[TaskId]:
-        """Tasks with a live pledge, in no order."""
+        """Yield the tasks with a live pledge, in no order."""
         return iter(self._pledges)
 
     def runs_on(self, node: NodeName) -> Iterator[Task]:
-        """Runs that were on the node before this draft, as they are now, in no order."""
+        """Yield the runs that were on the node before this draft, in their present state and in no order."""
         return map(self.task, self.world.runs.get(node, ()))
 
     def active_on(self, node: NodeName) -> Iterator[Task]:
@@ -109,18 +110,18 @@ class Draft:
             yield from rank_tasks_on(self.task(name), node)
 
     def active(self) -> Iterator[Task]:
-        """Return all runs, including those that were admitted in this draft, in no order."""
+        """Yield all runs, including those that were admitted in this draft, in no order."""
         return filter(lambda row: row.is_active, map(self.task, {*self.world.active, *self._tasks}))
 
     def kinds_for(self, node: NodeName, task: Task) -> set[str]:
-        """Kinds of the node's devices, by which the task's run times are told apart; the empty kind without
-        GPUs."""
+        """Return the kinds of the node's devices, by which the task's run times are told apart; the empty
+        kind for a task without GPUs."""
         return {ledger.device.kind for ledger in self.ledgers_on(node)} if needs_gpus(task.demand) else {""}
 
     def headroom(self, node: NodeName, *, task: TaskId | None = None, priority: int = -1) -> NodeHeadroom:
-        """Return what a task of this id and priority could take of the node: unused and not pledged to
-        others. A preemptor with pledges needs a run slot, CPU and host memory too when its devices are
-        free."""
+        """Return what a task of this id and priority could take of the node: all that is neither used nor
+        pledged to others. What counts as pledged is a run slot, CPU and host memory too, because a preemptor
+        needs them once its devices are free."""
         row, use = self.world.nodes[node], self.use(node)
         custom = tuple((name, round(amount - use.custom.get(name, 0.0), 6)) for name, amount in row.custom)
         cpu = round(row.cpu - use.cpu, 6)
@@ -143,27 +144,30 @@ class Draft:
                     yield part
 
     def short_of(self, task: Task, limits: Iterable[CustomLimit]) -> list[str]:
-        """The cluster-wide resources of which too little is left for this task now, in name order. What is
-        reserved for higher priorities counts as used. The resources of a node: `NodeHeadroom`."""
+        """Return the cluster-wide resources of which too little is left for this task now, in name order.
+
+        What is reserved for higher priorities counts as used. `NodeHeadroom` covers the resources of a node.
+        """
         left = self.left_of(task, limits) if task.demand.counted else {}
         return [name for name, amount in task.demand.counted if amount > round(left[name], 6)]
 
     def left_of(self, task: Task, limits: Iterable[CustomLimit]) -> dict[str, float]:
         """Return what this task could take now of each cluster-wide resource that it counts against."""
-        known = {limit.name: limit for limit in limits}
+        by_name = {limit.name: limit for limit in limits}
         left: dict[str, float] = {}
         for name, _ in task.demand.counted:
             left[name] = self._left_of(
-                name, known.get(name) or known.get(wildcard_limit(name)), task.priority
+                name, by_name.get(name) or by_name.get(wildcard_limit(name)), task.priority
             )
         for preemptor, pledges in self._pledges.items():
-            if preemptor != task.id and any(kept.priority >= task.priority for kept in pledges.values()):
+            if preemptor != task.id and any(pledge.priority >= task.priority for pledge in pledges.values()):
                 for name, amount in self._counted_when_it_starts(preemptor):
                     left[name] = left.get(name, 0.0) - amount
         return left
 
     def ranks_within_limits(self, task: Task, limits: Iterable[CustomLimit]) -> int:
-        """Return how many ranks of a gang the cluster-wide limits allow now; at least the required ones."""
+        """Return how many ranks of a gang the cluster-wide limits allow now, but at least the required
+        ones."""
         demand = task.demand
         names = {name for part in demand.bundles for name, _ in part.counted}
         if not names or demand.least_ranks == len(demand.bundles):
@@ -178,13 +182,14 @@ class Draft:
         return len(demand.bundles)
 
     def _counted_when_it_starts(self, preemptor: TaskId) -> Iterable[tuple[str, float]]:
-        """A gang counts as a whole. A task that is being moved counts already: nothing."""
+        """Return what will count against cluster-wide limits when the preemptor starts. A gang counts as a
+        whole; a task that is being moved counts already, so nothing is added."""
         task = self._tasks.get(preemptor) or self.world.tasks.get(preemptor)
         return task.demand.counted if task is not None and task.state is TaskState.PENDING else ()
 
     def _left_of(self, name: str, limit: CustomLimit | None, priority: int) -> float:
-        """-inf for a resource that no node offers any more, or that is reserved for higher priorities. A
-        limit that was removed limits nothing."""
+        """Return what is left of a cluster-wide resource; -inf if no node offers it any more, or if it is
+        reserved for higher priorities. A limit that was removed limits nothing."""
         if limit is None:
             return inf if ":" in name else -inf
         if priority < limit.priority_threshold:
@@ -192,7 +197,7 @@ class Draft:
         return inf if limit.per_node else limit.amount - self.custom_use.get(name, 0.0)
 
     def replace_task(self, before: Task, after: Task) -> None:
-        """Enter a task that was admitted and now counts on its node, or a run that was given notice."""
+        """Enter a task that was admitted, which now counts on its node, or a run that was given notice."""
         self._tasks[after.id] = after
         has_other_notices = stop_notices(before) != stop_notices(after)
         for node, part in rank_tasks(after):
@@ -212,28 +217,28 @@ class Draft:
     def add_ranks(self, before: Task, after: Task) -> None:
         """Enter the ranks that were added to a running gang."""
         self._tasks[after.id] = after
-        known = len(members_of(before))
+        first_new = len(members_of(before))
         self._recount(before, after)
         for rank, node in ranks_of(after):
-            if rank >= known:
+            if rank >= first_new:
                 self._own_use(node).count(rank_task(after, rank), +1)
                 self.changes.mark(node)
                 if after.id not in self.world.runs.get(node, ()):
                     self._admitted.setdefault(node, set()).add(after.id)
 
     def _recount(self, before: Task, after: Task) -> None:
-        """Count what a running gang holds of shared limits after its ranks have changed."""
+        """Replace what a running gang counts against cluster-wide limits, after its ranks have changed."""
         count_custom(self.custom_use, before, -1)
         count_custom(self.custom_use, after, +1)
 
     def assume_started(self, task: TaskId) -> None:
-        """Assume that the processes of a task that this draft admitted are at work."""
+        """Assume that the processes of a task that this draft admitted have started."""
         for node, _ in rank_tasks(self.task(task)):
             self._own_use(node).starting -= 1
             self.changes.mark(node)
 
     def remove_run(self, run: Task, ranks: Collection[int] | None = None) -> None:
-        """Assume that the run has ended; of a gang that goes on without them, only `ranks`."""
+        """Assume that the run has ended, or only the ranks `ranks` of a gang that goes on without them."""
         if ranks is None:
             after, parts = replace(run, state=TaskState.SUCCEEDED), rank_tasks(run)
             count_custom(self.custom_use, run, -1)
@@ -264,7 +269,8 @@ class Draft:
         self.given.append((lease.tenant, -lease.mb))
 
     def put_lease(self, lease: Lease) -> None:
-        """Enter a new lease. Raises Overcommitted, with no change, if it does not fit (pledges aside)."""
+        """Enter a new lease. Raises Overcommitted, with no change, if the lease does not fit; pledges do not
+        count."""
         if lease.mb > self.ledger(lease.device).unallocated_mb():
             raise Overcommitted(f"{lease.key}: {lease.mb} MiB do not fit on {lease.device}")
         self._own(lease.device).put(lease)
@@ -274,16 +280,17 @@ class Draft:
         self._given_to.setdefault(lease.holder, []).append(lease.device)
 
     def given_to(self, holder: str) -> Sequence[DeviceKey]:
-        """Devices on which this draft has leased it something."""
+        """Return the devices that this draft has leased to the holder."""
         return self._given_to.get(holder, ())
 
     def leaving(self) -> Iterator[Lease]:
-        """Leases of runs that are over or under notice and are expected to be released."""
+        """Yield the leases that are expected to be released, because their run has ended or is under
+        notice."""
         return (holding.lease for key in self.world.ledgers for holding in self.ledger(key).leaving())
 
     def claimed(self, task: TaskId, priority: int) -> Iterator[tuple[str, int]]:
-        """(tenant, MiB) pledged to other tasks at this priority or a higher one. A task that is being moved
-        holds its memory already and does not count twice."""
+        """Yield the (tenant, MiB) that are pledged to other tasks at this priority or a higher one. A task
+        that is being moved holds its memory already and does not count twice."""
         for preemptor, pledges in self._pledges.items():
             other = self._tasks.get(preemptor) or self.world.tasks.get(preemptor)
             if preemptor != task and not (other is not None and other.is_moving):
@@ -297,8 +304,9 @@ class Draft:
         self._waiting = self._binding = None
 
     def end_pledges(self, preemptor: TaskId, taken: Mapping[DeviceKey, int] = NOTHING) -> tuple[Pledge, ...]:
-        """End all pledges of a preemptor together; returns them in device order. `taken`: the MiB that it is
-        about to lease. Where that is as much as was kept for it, nothing grows for others."""
+        """End all pledges of a preemptor together, and return them in device order. `taken` maps a device to
+        the MiB that the preemptor is about to lease. A device of which it leases all that was pledged offers
+        other tasks no more than before."""
         ended = self._pledges.pop(preemptor, {})
         for device, pledge in ended.items():
             if device in self.world.ledgers:
@@ -310,7 +318,8 @@ class Draft:
         return tuple(ended[device] for device in sorted(ended))
 
     def is_room_coming(self, task: TaskId) -> bool:
-        """True if what is leaving will be enough for its pledges. Not if nothing is leaving."""
+        """Return True if the memory being released will be enough for the task's pledges, False if nothing is
+        being released."""
         pledges = self.pledges_of(task)
         ledgers = [(self.ledger(key), pledges[key]) for key in pledges if key in self.world.ledgers]
         is_leaving = any(any(ledger.leaving()) for ledger, _ in ledgers)
@@ -321,18 +330,18 @@ class Draft:
         )
 
     def pledge_priorities(self, node: NodeName) -> list[int]:
-        """Return the priorities of the pledges that keep something there, and that up to which the node is
-        closed to background work, in order."""
+        """Return the priorities of the pledges that keep something on the node, and the priority up to which
+        the node is closed to background work, ascending."""
         devices = (pledge for ledger in self.ledgers_on(node) for pledge in ledger.pledges.values())
         waiting = (priority for priority, _ in self._preemptors().get(node, ()))
         closed = (BACKGROUND_TOP,) if self.background.is_closed(node) else ()
         return sorted({*(pledge.priority for pledge in devices), *waiting, *closed})
 
     def least_pledge_from(self, priority: int) -> int:
-        """Return the lowest priority at which something may be kept from a task of this priority on any node:
-        that of a pledge, or that up to which a node can be closed to background work."""
+        """Return the lowest priority, from this one on, at which something may be kept on any node: the
+        priority of a pledge, or that up to which a node can be closed to background work."""
         if self._binding is None:
-            pledged = {pledge.priority for kept in self._pledges.values() for pledge in kept.values()}
+            pledged = {pledge.priority for of_task in self._pledges.values() for pledge in of_task.values()}
             self._binding = sorted({*pledged, BACKGROUND_TOP, NO_PLEDGE})
         return self._binding[bisect_left(self._binding, priority)]
 
@@ -342,8 +351,8 @@ class Draft:
                 yield other
 
     def _preemptors(self) -> dict[NodeName, list[tuple[int, Task]]]:
-        """Node -> (priority of its pledges, task) of each task that waits for room there; of a gang each
-        rank."""
+        """Return, by node, each task that waits for room on the node, with the priority of its pledges. Each
+        rank of a gang is a task of its own."""
         if self._waiting is None:
             self._waiting = {}
             for preemptor, pledges in self._pledges.items():
@@ -356,7 +365,8 @@ class Draft:
     def _awaited_parts(
         self, task: Task, pledges: dict[DeviceKey, Pledge]
     ) -> Iterator[tuple[NodeName, int, Task]]:
-        """Yield the parts that wait. In a gang that uses GPUs, ranks without one have no pledge."""
+        """Yield the parts of the task that wait for room, with the node and the priority of their pledges. In
+        a gang that uses GPUs, ranks without GPUs have no pledge."""
         if not task.demand.bundles:
             # All pledges of a single task are on one node and have one priority.
             device, pledge = next(iter(pledges.items()))

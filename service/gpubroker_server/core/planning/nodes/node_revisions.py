@@ -1,4 +1,4 @@
-"""Revisions of nodes: those that have changed since the last plan, by the log or by the passing of time."""
+"""Revisions of nodes, which tell which nodes have changed since the last plan, by the log or with time."""
 
 from collections.abc import Iterable
 from math import inf
@@ -19,35 +19,37 @@ from gpubroker_server.core.world.revisions import RevisionLog
 from gpubroker_server.core.world.world import World
 
 EARLY_SECONDS = 0.001
-"""A node whose state changes with time is probed again a little early rather than late."""
+"""The time by which a node whose state changes with time is probed again early rather than late."""
 
 
 class NodeRevisions:
-    """Revisions of the nodes of one World, for all that the planner remembers about a node. Marks come from
-    the World, from drafts that share `changes` and `growth`, and from the clock: a sample goes stale, a run
-    leaves its shield, a run admitted in the last cycle becomes a possible victim."""
+    """Revisions of the nodes of one World, for all that the planner remembers about a node.
+
+    Marks come from the World, from drafts that share `changes` and `growth`, and from the clock: a sample
+    goes stale, the shield of a run ends, or a run admitted in the last cycle becomes a possible victim.
+    """
 
     def __init__(self, world: World, policy: Policy) -> None:
         self.changes = RevisionLog()
         self.growth = RevisionLog()
-        """Nodes on which a task may now find what it did not find before."""
+        """The nodes on which a task may now find room or victims that it did not find before."""
         self._world = world
         self._policy = policy
         self._now = self._cycle_at = Instant(-inf)
         self._world_changes = self._world_growth = 0
-        """Revisions of the World's marks that are included."""
+        """The revisions of the World's marks that are included."""
         self._opened = 0
-        """Revision of `changes` when the last slice began."""
+        """The revision of `changes` when the last slice began."""
         self._decided: tuple[Decision, ...] = ()
         self._due: dict[NodeName, Instant] = {}
-        """Node -> the time at which time next makes a difference to the node."""
+        """Maps a node to the instant at which its state next changes with time."""
         self._turned: dict[NodeName, frozenset[str]] = {}
-        """Node -> what was stale or shielded there."""
+        """Maps a node to the devices that were stale and the runs that were shielded there."""
         self._young: dict[NodeName, Instant] = {}
-        """Node -> when the newest run there was admitted that was too young to be a victim."""
+        """Maps a node to the admission of its newest run that was too young to be a victim."""
 
     def are_of(self, world: World, policy: Policy, now: Instant) -> bool:
-        """True if what was found before this moment still says anything."""
+        """Return True if these revisions are of this World and policy, and of no later instant."""
         return world is self._world and policy == self._policy and now >= self._now
 
     def close(self, decisions: Iterable[Decision]) -> None:
@@ -55,15 +57,15 @@ class NodeRevisions:
         self._decided = tuple(decisions)
 
     def open(self, now: Instant, cycle_at: Instant) -> tuple[frozenset[NodeName], frozenset[NodeName]]:
-        """Mark the nodes that changed since the last slice; returns them, and those of them that grew.
-        `cycle_at`: when the cycle began."""
+        """Mark the nodes that changed since the last slice, and return them and those of them that grew.
+        `cycle_at` is the instant at which the cycle began."""
         world = self._world
         grown = set(world.marks.growth.since(self._world_growth))
         if cycle_at != self._cycle_at:
             grown |= {node for node, at in self._young.items() if at < cycle_at}
         self._now, self._cycle_at = now, cycle_at
         grown |= {node for node, due_at in self._due.items() if due_at <= now and self._has_turned(node)}
-        # What a dropped decision took of its nodes in the draft is there after all.
+        # A dropped decision took room in the draft only, so that room is still there.
         if not all(_is_committed(world, decision) for decision in self._decided):
             grown |= set(self.changes.since(self._opened))
         changed = grown | set(world.marks.changes.since(self._world_changes))
@@ -86,7 +88,8 @@ class NodeRevisions:
         return self._turned[node] != before
 
     def _lets_go(self, node: NodeName) -> bool:
-        """True if something stale or shielded there no longer is: a start may be reported late."""
+        """Return True if something on the node is no longer stale or shielded. This also happens without the
+        clock, since a start may be reported late."""
         before = self._turned.get(node, frozenset())
         self._look_ahead(node)
         return not before <= self._turned[node]
@@ -99,7 +102,7 @@ class NodeRevisions:
         for key in world.by_node.get(node, ()):
             ledger = world.ledgers[key]
             if ledger.device.closure is not None and ledger.device.is_closed:
-                continue  # no sample opens it
+                continue  # no sample opens a closed device
             if ledger.sample is None or ledger.is_stale(self._now, period):  # a sample may come at any time
                 turned.append(key)
                 turn_at = self._now
@@ -120,14 +123,15 @@ class NodeRevisions:
         self._turned[node] = frozenset(turned)
 
     def _time_matters_to(self, node: NodeName) -> list[Task]:
-        """The runs that may be too young or shielded: few of the thousands that a node may have."""
+        """Return the runs that may be too young or shielded, which are few of the thousands that a node may
+        have."""
         least, budget = self._policy.min_run_seconds, self._policy.preemption_budget
-        found = []
+        runs = []
         for name in self._world.runs.get(node, ()):
             run = self._world.tasks[name]
             match run.holder:
                 case Model():
-                    found.append(run)
+                    runs.append(run)
                 case _ if (
                     run.preemptions >= budget
                     or run.started_at is None
@@ -135,8 +139,8 @@ class NodeRevisions:
                     or not is_old_enough(run, self._cycle_at)
                     or self._has_its_turn(run)
                 ):
-                    found.append(run)
-        return found
+                    runs.append(run)
+        return runs
 
     def _has_its_turn(self, run: Task) -> bool:
         """Return True if the run has its turn before some task of its band whose priority is higher."""
@@ -145,5 +149,6 @@ class NodeRevisions:
 
 
 def _is_committed(world: World, decision: Decision) -> bool:
-    """True if the World shows it; a decision that only gave pledges back counts as not committed."""
+    """Return True if the World shows the decision. A decision that only ended pledges counts as not
+    committed."""
     return bool(decision.tasks) and all(world.tasks.get(w.task.id) == w.task for w in decision.tasks)

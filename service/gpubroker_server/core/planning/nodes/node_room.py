@@ -1,4 +1,5 @@
-"""The room of each node for a task: free now, free after releases, and free if all possible victims left."""
+"""The room of each node for a task: what is free now, what will be free after releases, and what would be
+free if all possible victims left."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,18 +23,19 @@ from gpubroker_server.core.world.background import IDLE_TOP
 from gpubroker_server.core.world.placement_scores import Row, rows
 
 CRITICAL = BANDS[0][1]
-"""The priority from which no shield counts. Above IDLE_TOP no shield of idle work counts."""
+"""The priority from which on a task may preempt runs whatever shields them. A task above IDLE_TOP may preempt
+idle work whatever shields it."""
 
 
 class Room(Struct, frozen=True, dict=True):
     """The room that could be had of a node: of each device, and of CPU, host memory and slots."""
 
     devices: tuple[tuple[Device, int], ...]
-    """(device, MiB), in key order."""
+    """The devices in key order, each with its MiB."""
     ceiling: NodeUpperBound
     beside: NodeHeadroom
     device_class: Device | None
-    """One of the devices, if no demand can tell them apart."""
+    """One of the devices, if no demand can tell the devices apart; else None."""
 
     def with_amounts(self, devices: tuple[tuple[Device, int], ...], beside: NodeHeadroom) -> "Room":
         """Return a room that has the same devices with other amounts."""
@@ -41,7 +43,7 @@ class Room(Struct, frozen=True, dict=True):
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Return what is left by class of device. A room never changes, so this needs no invalidation."""
+        """What is left by class of device. A room never changes, so the value needs no invalidation."""
         return rows(self.devices, self.beside.cpu)
 
     def may_fit(self, task: Task) -> bool:
@@ -49,7 +51,7 @@ class Room(Struct, frozen=True, dict=True):
         demand = task.demand
         gpus, amounts = demand.gpus, self.ceiling.amounts
         if gpus and (gpus > len(amounts) or amounts[gpus - 1] < (demand.gpu_mb or 1)):
-            return False  # most looks end here, so this test calls nothing else
+            return False  # most calls end here, so this test calls nothing else
         return self.ceiling.may_fit(demand) and self.beside.fits(task)
 
     def fits(self, task: Task) -> bool:
@@ -65,32 +67,32 @@ class Room(Struct, frozen=True, dict=True):
 
 @dataclass(slots=True)
 class _Facts:
-    """Facts about one node since its newest revision. Rooms are kept by the number of the node's steps that a
-    priority is above: between two steps they are the same."""
+    """Facts about one node since its newest revision. Rooms are kept by the number of the node's steps below
+    a priority, since all priorities between two steps have the same room."""
 
     revision: int
     pledges: list[int]
-    """Priorities of the node's pledges."""
+    """The priorities of the node's pledges, ascending."""
     now: dict[int, Room] = field(default_factory=dict)
     soon: dict[int, Room] = field(default_factory=dict)
     runs: Mapping[TaskId, Sequence[PossibleVictim]] | None = None
-    """Runs that could be victims of some task; None until asked for."""
+    """The runs that could be victims of some task; None until asked for."""
     before: Mapping[TaskId, Sequence[PossibleVictim]] = field(default_factory=dict)
-    """The value of `runs` before this revision, and `samples` of that time."""
+    """The value of `runs` before this revision, if it was found with the present samples."""
     samples: list[DeviceSample | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    """Priorities of the node's pledges and runs, and those up to which runs are protected by their turn."""
+    """The priorities of the node's pledges and runs, and those up to which their turn protects runs."""
     most: dict[int, Room] = field(default_factory=dict)
-    """Steps above a priority -> room after all possible victims left; a negative key: after idle work alone
-    has left."""
+    """Maps a number of steps to the room once all possible victims have left. The bitwise inverse of a number
+    maps to the room once only idle work has left."""
 
 
 Known = dict[NodeName, _Facts]
 
 
 class NodeRooms:
-    """Rooms of the nodes of one draft, for tasks without pledges of their own. What is known of a node holds
-    until its next revision."""
+    """The rooms of the nodes of one draft, for tasks without pledges of their own. What is known about a node
+    holds until its next revision."""
 
     def __init__(self, draft: Draft, policy: Policy, now: Instant, began_at: Instant, known: Known) -> None:
         self._draft = draft
@@ -109,7 +111,7 @@ class NodeRooms:
         return room
 
     def look(self, node: NodeName, task: TaskId | None, priority: int) -> Room:
-        """Return the room of the node now. `task`: a task with pledges."""
+        """Return the present room of the node. `task` is the task, if it has pledges."""
         ledgers = self._draft.usable_ledgers(node, self._policy, self._now)
         devices = [(ledger.device, ledger.free_mb(task=task, priority=priority)) for ledger in ledgers]
         return _room(devices, self._draft.headroom(node, task=task, priority=priority))
@@ -128,8 +130,8 @@ class NodeRooms:
         return room
 
     def most(self, node: NodeName, priority: int, below: int) -> Room:
-        """Return the room for a task of this priority once every run that may be preempted below that one
-        (`stops_below`) has left too."""
+        """Return the room for a task of this priority once every run that may be preempted for it has left
+        too. `below` is the priority below which runs may be preempted (`stops_below`)."""
         if not self.has_runs_below(node, below):
             return self.soon(node, priority)
         facts = self._facts(node)
@@ -149,12 +151,13 @@ class NodeRooms:
         return room
 
     def has_runs_below(self, node: NodeName, priority: int) -> bool:
-        """True if a run of lower priority than this holds room there."""
+        """Return True if a run below this priority holds room on the node."""
         priorities = self._draft.use(node).priorities
         return bool(priorities) and min(priorities) < priority
 
     def steps(self, node: NodeName) -> Sequence[int]:
-        """The priorities above each of which a task may have more there; to read only."""
+        """Return the priorities above each of which a task may have more room on the node, ascending. Treat
+        the list as read-only."""
         facts = self._facts(node)
         if not facts.steps:
             first = (
@@ -166,7 +169,8 @@ class NodeRooms:
         return facts.steps
 
     def took(self, node: NodeName, since: int, task: Task, placement: Placement) -> None:
-        """Update what is known after a placement, if nothing else changed on the node since that revision."""
+        """Update the rooms of a node after a placement, if nothing else has changed there since the revision
+        `since`."""
         facts = self._known.get(node)
         if facts is None or facts.revision != since:
             return

@@ -1,4 +1,4 @@
-"""The offer of each node to a preemptor: room being released, and runs that may be preempted."""
+"""The offers of nodes to a preemptor: the room being released, and the runs that may be preempted."""
 
 from collections.abc import Iterable, Sequence
 
@@ -30,14 +30,14 @@ class Site(Struct, frozen=True):
     free_mb: int
     """The memory that is free now."""
     free_after_releases_mb: int
-    """The memory that is free after all releases under way."""
+    """The memory that will be free after all releases under way."""
     holders: tuple[Candidate, ...]
-    """Possible victims on the device, cheapest first."""
+    """The possible victims on the device, cheapest first."""
     most_mb: int
-    """The memory that is free if all `holders` left."""
+    """The memory that would be free if all `holders` left too."""
 
     def least_cost(self, missing_mb: int) -> Cost:
-        """A lower bound of what freeing so much more costs."""
+        """Return a lower bound of the cost of freeing `missing_mb` more."""
         if missing_mb <= 0:
             return NO_COST
         largest = max(candidate.frees[self.device.key] for candidate in self.holders)
@@ -53,15 +53,16 @@ class Site(Struct, frozen=True):
 class Offer(Struct, frozen=True):
     node: NodeName
     room: NodeHeadroom
-    """CPU, host memory and run slots after all releases under way."""
+    """The CPU, host memory and run slots after all releases under way."""
     found: tuple[Candidate, ...]
-    """Possible victims on the node, cheapest first."""
+    """The possible victims on the node, cheapest first."""
     sites: tuple[Site, ...]
-    """Usable devices, in key order."""
+    """The usable devices, in key order."""
 
 
 Offered = dict[tuple[NodeName, int, int], tuple[int, Offer]]
-"""(node, priority, below) -> (revision, offer). Holds for one cycle, and until the node's next revision."""
+"""Maps a node, a priority and the priority below which runs may be stopped to a revision and an offer. The
+offer holds for one cycle, until the node's next revision."""
 
 
 class Offers:
@@ -76,8 +77,8 @@ class Offers:
         offered: Offered | None = None,
         rooms: NodeRooms | None = None,
     ) -> None:
-        """`began_at`: when the cycle began. Costs and shields are those of that moment; runs that the cycle
-        admitted itself are left alone."""
+        """`began_at` is the instant at which the cycle began. Costs and shields are those of that instant,
+        and runs that the cycle itself admitted are left alone."""
         self.draft = draft
         self.policy = policy
         self.nodes = frozenset(draft.usable_nodes())
@@ -90,18 +91,18 @@ class Offers:
         """Return the offer of the node to a task without pledges."""
         revision, below = self.draft.changes.at(node), stops_below(task)
         key = node, task.priority, below
-        known = self._known.get(key)
-        if known is None or known[0] != revision:
+        cached = self._known.get(key)
+        if cached is None or cached[0] != revision:
             offer = self.among(node, task.priority, self.rooms.leavers(node, below))
-            known = self._known[key] = revision, offer
-        return known[1]
+            cached = self._known[key] = revision, offer
+        return cached[1]
 
     def among(self, node: NodeName, priority: int, runs: Iterable[PossibleVictim]) -> Offer:
-        """The offer if only these may be preempted."""
-        found = tuple(cheapest_first(runs, self.began_at))
+        """Return the offer of the node if only these runs may be preempted."""
+        candidates = tuple(cheapest_first(runs, self.began_at))
         ledgers = self.draft.usable_ledgers(node, self.policy, self._now)
-        sites = tuple(_site(ledger, priority, found) for ledger in ledgers)
-        return Offer(node, self.rooms.soon(node, priority).beside, found, sites)
+        sites = tuple(_site(ledger, priority, candidates) for ledger in ledgers)
+        return Offer(node, self.rooms.soon(node, priority).beside, candidates, sites)
 
 
 def _site(ledger: DeviceLedger, priority: int, found: Sequence[Candidate]) -> Site:

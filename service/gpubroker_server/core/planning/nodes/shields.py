@@ -13,25 +13,24 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.background import IDLE_TOP
 
 NOTHING = -1
-"""No run has a lower priority."""
+"""A priority below that of every run."""
 
 
 def preempts(task: Task, policy: Policy) -> bool:
-    """True if runs may be stopped for the task."""
+    """Return True if runs may be stopped for the task."""
     return policy.preemption and stops_below(task) > NOTHING
 
 
 def stops_below(task: Task) -> int:
     """Return the priority below which runs may be stopped for the task: its own, if it asks for GPUs or is
-    critical. For other tasks idle work makes room."""
-    if task.demand.gpus:  # the common case, first: it is asked for each node
+    critical. For other tasks only idle work makes room."""
+    if task.demand.gpus:  # the common case comes first, because this is asked for each node
         return task.priority
     return victims_below(task.priority, with_gpus=needs_gpus(task.demand))
 
 
 def victims_below(priority: int, *, with_gpus: bool) -> int:
-    """Return the priority below which runs may be stopped for any task of this priority, like
-    `stops_below`."""
+    """Return what `stops_below` returns for a task of this priority with or without GPUs."""
     if with_gpus or is_critical(priority):
         return priority
     return IDLE_TOP + 1 if priority > IDLE_TOP else NOTHING
@@ -46,8 +45,8 @@ def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -
 
 
 def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> float:
-    """Return when a task of this priority may preempt the run, as things are; infinite if never. For a
-    waiting task: if it started now."""
+    """Return when a task of this priority may preempt the run, if nothing else changes; infinite if never. A
+    waiting task is taken as a run that starts now."""
     if run.priority >= for_priority:
         return inf
     if _ignores_shields(run, for_priority):
@@ -64,8 +63,8 @@ def is_protected(run: Task, for_priority: int, policy: Policy, now: Instant) -> 
 
 
 def _ignores_shields(run: Task, for_priority: int) -> bool:
-    """Return True if tasks of this priority ignore the shields of the run. Critical tasks do. Idle work makes
-    room for all other work at once, however often it had to before."""
+    """Return True if tasks of this priority ignore the shields of the run. Critical tasks ignore all shields,
+    and all other work ignores those of idle work, however often that was preempted before."""
     if is_critical(for_priority):
         return True
     match run.holder:
@@ -94,7 +93,7 @@ def is_young(run: Task, policy: Policy, now: Instant) -> bool:
 
 
 def _least_seconds(run: Task, policy: Policy) -> Seconds:
-    """The minimum run time; of a model its minimum residency, if longer."""
+    """Return the minimum run time; for a model its minimum residency, if that is longer."""
     match run.holder:
         case Model(load_seconds=load_seconds):
             least = min_residency_seconds(load_seconds, policy.min_residency_seconds)
@@ -104,8 +103,8 @@ def _least_seconds(run: Task, policy: Policy) -> Seconds:
 
 
 def shield_seconds_of(run: Task, policy: Policy, *, is_first: bool = False) -> Seconds:
-    """Return how long after its start a run is protected, as things are. `is_first`: from tasks that it was
-    ahead of when it was admitted."""
+    """Return how long after its start a run is protected, if nothing else changes. With `is_first`, return
+    the protection from tasks that the run was ahead of when it was admitted."""
     least = _least_seconds(run, policy)
     match run.holder:
         case Model():
@@ -117,15 +116,16 @@ def shield_seconds_of(run: Task, policy: Policy, *, is_first: bool = False) -> S
 
 
 def has_turn_protection(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """True if it was ahead of all such tasks of its band when it was admitted, and this attempt has neither
-    saved a checkpoint nor run for the shield time. Otherwise the next task would stop it at once."""
+    """Return True if the run was ahead of all tasks of this priority in its band when it was admitted, and
+    this attempt has neither saved a checkpoint nor run for the shield time. Without this protection the next
+    task would stop the run at once."""
     if is_critical(for_priority) or now >= turn_protection_ends_at(run, policy):
         return False
     return for_priority <= ahead_of_priority(run, policy, now)
 
 
 def turn_protection_ends_at(run: Task, policy: Policy) -> float:
-    """Return when that protection ends; infinite if the run has not started."""
+    """Return when the protection of a run by its turn ends; infinite if the run has not started."""
     match run.holder:
         case Model():
             return -inf
@@ -136,15 +136,15 @@ def turn_protection_ends_at(run: Task, policy: Policy) -> float:
 
 
 def ahead_of_priority(run: Task, policy: Policy, now: Instant) -> int:
-    """The priority up to which it is ahead of every later task of its band, by its age when it was admitted.
-    Of a waiting task: if it were admitted now."""
+    """Return the priority up to which the run is ahead of every later task of its band, by its age when it
+    was admitted. A waiting task is taken as if it were admitted now."""
     admitted_at = run.admitted_at
     counted_until = admitted_at if admitted_at is not None and run.is_active else now
     return aged_priority(run.priority, counted_until - run.queued_at, policy.ageing_seconds_per_point)
 
 
 def _has_saved(run: Task) -> bool:
-    """True if this attempt has saved a checkpoint."""
+    """Return True if the present attempt has saved a checkpoint."""
     return run.checkpoint_at is not None and run.started_at is not None and run.checkpoint_at > run.started_at
 
 

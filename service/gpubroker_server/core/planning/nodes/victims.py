@@ -1,4 +1,4 @@
-"""Possible victims, what stopping them costs, and the cheapest set that makes room."""
+"""Possible victims, the cost of stopping them, and the cheapest set that makes room."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
@@ -16,48 +16,50 @@ from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.nodes.shields import may_be_stopped
 
 EXACT_LIMIT = 8
-"""The number of candidates up to which every subset is tried. Above it the cheapest are taken first, with
-fill-back."""
+"""The number of candidates up to which every subset is tried. With more candidates the cheapest are taken
+first, with fill-back."""
 
 Cost = tuple[float, int, int]
-"""(lost GPU-seconds, tasks stopped, ranks stopped that their gangs can do without)"""
+"""The lost GPU-seconds, the number of tasks stopped, and the number of single ranks stopped whose gangs go
+on."""
 
 NO_COST: Cost = (0.0, 0, 0)
 WITHOUT_LIMIT: Cost = (inf, 0, 0)
 
 Suffices = Callable[[Sequence["Candidate"]], bool]
-"""Returns True if there is room once these have left. Monotone: more victims never mean less room."""
+"""Returns True if there is room once these victims have left. It is monotone: more victims never mean less
+room."""
 
 Together = Callable[[Sequence["Candidate"]], Sequence["Candidate"]]
-"""Returns those of these candidates, in order, that may leave together. A subset of candidates that may leave
-may leave too."""
+"""Returns the candidates that may leave together, in their order. If a set of candidates may leave, so may
+each subset."""
 
 
 class PossibleVictim(Struct, frozen=True):
-    """A possible victim and what it frees: a run, or one rank of a gang that goes on without it. Of a gang
-    with such ranks, the run is the rest of the gang."""
+    """A possible victim and what it frees: a run, or one rank of a gang that goes on without it. If a gang
+    has such ranks, the rest of the gang is a possible victim of its own."""
 
     task: Task
     frees: dict[DeviceKey, int]
-    """MiB by device, on all nodes."""
+    """Maps a device, on any node, to the MiB that the victim frees there."""
     runs: tuple[tuple[NodeName, Task], ...]
-    """Each rank as a task of its own, on all nodes."""
+    """The ranks that leave, on all nodes, each as a task of its own."""
     rank: int | None = None
-    """The rank, if only one leaves."""
+    """The rank, if only one rank leaves."""
 
     @property
     def key(self) -> tuple[TaskId, int]:
         return self.task.id, -1 if self.rank is None else self.rank
 
     def parts(self, node: NodeName) -> Iterator[Task]:
-        """Yield its parts on one node."""
+        """Yield the parts of the victim on one node."""
         return (part for run_node, part in self.runs if run_node == node)
 
 
 class Candidate(PossibleVictim, frozen=True):
     lost: float = 0.0
-    """GPU-seconds of work since the task's start or newest checkpoint; 0 for a single rank, since its gang
-    goes on."""
+    """The GPU-seconds of work since the task's start or newest checkpoint; 0 for a single rank, since its
+    gang goes on."""
 
     @property
     def order(self) -> tuple[float, bool, int, int, TaskId, int]:
@@ -69,10 +71,13 @@ class Candidate(PossibleVictim, frozen=True):
 def possible_victims(
     draft: Draft, node: NodeName, began_at: Instant, known: Mapping[TaskId, Sequence[PossibleVictim]]
 ) -> dict[TaskId, Sequence[PossibleVictim]]:
-    """Task -> possible victims with a run on the node, in no order. A run admitted in the cycle that began at
-    `began_at` is left alone, since it may not have started. `known`: what was found here before, which holds
-    for a task that has not changed if nothing was measured since."""
-    found: dict[TaskId, Sequence[PossibleVictim]] = {}
+    """Return, by task, the possible victims with a run on the node, in no order.
+
+    A run admitted in the cycle that began at `began_at` is left alone, since it may not have started. `known`
+    is the earlier answer for the node. It still holds for tasks that have not changed, because the caller
+    drops it when something is measured.
+    """
+    victims: dict[TaskId, Sequence[PossibleVictim]] = {}
     for run in draft.runs_on(node):
         if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at):
             before = known.get(run.id)
@@ -83,8 +88,8 @@ def possible_victims(
                     case _:
                         before = (PossibleVictim(run, _frees(draft, run, (0,)), ((node, run),)),)
             if before:
-                found[run.id] = before
-    return found
+                victims[run.id] = before
+    return victims
 
 
 def _of_gang(draft: Draft, run: Task) -> Iterator[PossibleVictim]:
@@ -101,7 +106,7 @@ def _of_gang(draft: Draft, run: Task) -> Iterator[PossibleVictim]:
 
 
 def cheapest_first(runs: Iterable[PossibleVictim], now: Instant) -> list[Candidate]:
-    """The order in which victims are considered:
+    """Return the victims in the order in which they are considered:
 
     1. fewer lost GPU-seconds
     2. ranks that their gangs can do without before whole tasks
@@ -109,28 +114,29 @@ def cheapest_first(runs: Iterable[PossibleVictim], now: Instant) -> list[Candida
     4. more memory freed
     5. smaller id, higher rank
     """
-    found = []
+    candidates = []
     for run in runs:
         lost = lost_gpu_seconds(run.task, now) if run.rank is None else 0.0
-        found.append(Candidate(run.task, run.frees, run.runs, run.rank, lost))
-    return sorted(found, key=lambda candidate: candidate.order)
+        candidates.append(Candidate(run.task, run.frees, run.runs, run.rank, lost))
+    return sorted(candidates, key=lambda candidate: candidate.order)
 
 
 def is_old_enough(run: Task, began_at: Instant) -> bool:
-    """True if it was admitted before the cycle that began then."""
+    """Return True if the run was admitted before the cycle that began at `began_at`."""
     return (run.admitted_at or 0.0) < began_at
 
 
 def gives_way(victim: PossibleVictim, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """A rank that its gang can do without has no shield: no work is lost."""
+    """Return True if the victim may be preempted by a task of this priority. A rank that its gang can do
+    without has no shield, since no work is lost."""
     if victim.rank is not None:
         return victim.task.priority < for_priority
     return may_be_stopped(victim.task, for_priority, policy, now)
 
 
 def lost_gpu_seconds(run: Task, now: Instant) -> float:
-    """Work that stopping throws away; of a model, the time to load it that is expected to be needed again. A
-    run without a GPU counts as if it had one."""
+    """Return the GPU-seconds of work that are lost if the run stops. For a model they are the time that
+    loading it again is expected to take. A run without a GPU counts as if it had one."""
     if run.started_at is None:
         return 0.0
     match run.holder:
@@ -143,7 +149,7 @@ def lost_gpu_seconds(run: Task, now: Instant) -> float:
 
 
 def after(room: NodeHeadroom, node: NodeName, leavers: Iterable[PossibleVictim]) -> NodeHeadroom:
-    """The node's headroom once these have left."""
+    """Return the node's headroom once these victims have left."""
     return room.with_room_of(
         *(run for leaver in leavers for run_node, run in leaver.runs if run_node == node)
     )
@@ -155,7 +161,7 @@ def cost_of(victims: Sequence[Candidate]) -> Cost:
 
 
 def named(victims: Iterable[Candidate]) -> tuple[tuple[Task, ...], dict[TaskId, tuple[int, ...]]]:
-    """The victims in id order, and of gangs that go on the ranks that leave."""
+    """Return the victims in id order, and the ranks that leave of each gang that goes on."""
     chosen = list(victims)
     whole = {victim.task.id for victim in chosen if victim.rank is None}
     ranks: dict[TaskId, tuple[int, ...]] = {}
@@ -170,7 +176,7 @@ def any_may_leave(_gone: Sequence[Candidate]) -> bool:
 
 
 def all_of(together: Together) -> Suffices:
-    """True if all of them may leave together."""
+    """Return a function that tells whether all of its candidates may leave together."""
     return lambda removed: len(together(removed)) == len(removed)
 
 
@@ -180,9 +186,11 @@ def cheapest(
     below: Cost = WITHOUT_LIMIT,
     may_leave: Suffices = any_may_leave,
 ) -> list[Candidate] | None:
-    """The set with the least lost work, then the fewest victims; None if none suffices for less than `below`.
+    """Return the set of victims with the least lost work, then the fewest victims; None if no set that costs
+    less than `below` suffices.
 
-    `found` is in order of cost. Exact up to EXACT_LIMIT candidates; above, minimal by inclusion.
+    `found` has the candidates in order of cost. The answer is exact up to EXACT_LIMIT candidates; with more
+    it is minimal by inclusion.
     """
     if not suffices(found):
         return None
@@ -195,9 +203,11 @@ def cheapest(
 def filled_back(
     found: Sequence[Candidate], suffices: Suffices, may_leave: Suffices = any_may_leave
 ) -> list[Candidate]:
-    """Take candidates in order until it suffices, then put back each that is not needed, the costliest first.
+    """Return victims that suffice: take candidates in order until they do, then put back each that is not
+    needed, the costliest first.
 
-    `suffices` is monotone, so one pass leaves a set that is minimal by inclusion. After Kueue's fill-back.
+    `suffices` is monotone, so one pass leaves a set that is minimal by inclusion. The method is that of
+    Kueue's fill-back.
     """
     taken: list[Candidate] = []
     for candidate in found:
@@ -213,17 +223,17 @@ def filled_back(
 
 
 def costliest_first(taken: Iterable[Candidate]) -> list[Candidate]:
-    """The order in which victims are put back."""
+    """Return victims in the order in which they are put back."""
     return sorted(taken, key=lambda c: (c.lost, c.rank is None, c.key), reverse=True)
 
 
 def _exact(
     found: Sequence[Candidate], suffices: Suffices, below: Cost, may_leave: Suffices
 ) -> list[Candidate] | None:
-    """Depth first over all subsets; cut where it costs too much or the rest cannot suffice."""
+    """Search all subsets depth first, except where the victims cost too much or the rest cannot suffice."""
     best: list[Candidate] | None = None
     branches: list[tuple[list[Candidate], int]] = [([], 0)]
-    while branches:  # (those taken, how many were decided on), the next one last
+    while branches:  # pairs of the candidates taken and the number decided on; the next pair is last
         taken, index = branches.pop()
         cost = cost_of(taken)
         if cost >= below or not may_leave(taken):
@@ -231,19 +241,21 @@ def _exact(
         if suffices(taken):
             best, below = taken, cost
             continue
-        candidate = found[index]  # there is one: with all that are left it suffices
+        candidate = found[index]  # there is a next one, because all that are left together suffice
         if suffices([*taken, *found[index + 1 :]]):
             branches.append((taken, index + 1))
-        # On top, and so next: of sets that cost the same, the one with the earlier candidates is kept.
+        # This branch is tried next, so that of sets with the same cost the one with earlier candidates is
+        # kept.
         branches.append(([*taken, candidate], index + 1))
     return best
 
 
 def _frees(draft: Draft, run: Task, ranks: Collection[int]) -> dict[DeviceKey, int]:
-    """Return what the run frees. What is being released anyway does not count."""
+    """Return the MiB by device that these ranks of the run free. Memory that is being released anyway does
+    not count."""
     freed: dict[DeviceKey, int] = {}
     for key, lease in draft.world.leases.get((run.id, run.fence), {}).items():
-        holding = draft.ledger(lease.device).holdings.get(key)  # none if it has left in this draft
+        holding = draft.ledger(lease.device).holdings.get(key)  # None if the run has left in this draft
         if holding is not None and lease.rank in ranks and not holding.is_leaving:
             freed[lease.device] = freed.get(lease.device, 0) + holding.occupied_mb
     return freed

@@ -1,4 +1,4 @@
-"""The choice of the runs to stop so that a single task can start: node, devices and victims."""
+"""The choice of node, devices and victims (the runs to stop) so that a single task can start."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -32,7 +32,7 @@ from gpubroker_server.core.planning.nodes.victims import (
 from gpubroker_server.core.world.background import IDLE_TOP
 
 CLOSE_LOOK = 10
-"""Cost of looking at all possible victims of a node, in units of one quick capacity check."""
+"""The cost of looking at all possible victims of a node, in units of one quick capacity check."""
 
 
 class Eviction(Struct, frozen=True):
@@ -40,19 +40,19 @@ class Eviction(Struct, frozen=True):
 
     node: NodeName
     devices: tuple[tuple[DeviceKey, Mib], ...]
-    """(device, the whole need on it), in key order; without GPUs the node itself."""
+    """The devices in key order, each with the MiB that the task needs on it; without GPUs the node itself."""
     victims: tuple[Task, ...]
     """The runs to stop, in id order."""
     deadline_at: Instant
     """The time by which the last victim, and the last leaving run that is counted on, must be gone."""
     ranks: Mapping[DeviceKey, tuple[int, ...]] = field(default_factory=dict)
-    """Device -> the ranks of a gang that get it."""
+    """Maps a device to the ranks of the preempting gang that get it."""
     surplus: Mapping[TaskId, tuple[int, ...]] = field(default_factory=dict)
-    """Gang that goes on -> the ranks that leave."""
+    """Maps a victim gang that goes on to the ranks that leave."""
 
 
 Target = tuple[Site, Mib]
-"""A device that the preemptor might get, and its need there."""
+"""A device that the preemptor might get, and the MiB that it needs there."""
 
 
 class Option(Struct, frozen=True):
@@ -63,37 +63,39 @@ class Option(Struct, frozen=True):
 
 
 class RoomBeingFreed(Struct, frozen=True):
-    """Enough room is being given back: no run need be stopped."""
+    """The answer that enough room is being given back, so that no run need be stopped."""
 
     nodes: tuple[NodeName, ...]
 
 
 NO_LESS: Cost = (0.0, 0, 1)
-"""Any victim costs at least this."""
+"""The least cost that any victim has."""
 
 
 class _NodeBound(NamedTuple):
     least: Cost
     """A lower bound of the cost."""
     newest: float
-    """A lower bound of what `_newest` says of the victims."""
+    """A lower bound of what `_newest` returns for the victims."""
     node: NodeName
     is_close: bool
     """True if the bound was found by looking at all possible victims."""
 
 
 def may_preempt(offers: Offers, task: Task) -> bool:
-    """A task that a limit of the whole cluster holds back makes room in the limit first."""
+    """Return True if runs may be preempted for the task. A task that a limit of the whole cluster holds back
+    makes room in the limit first."""
     return preempts(task, offers.policy) and not offers.draft.short_of(task, offers.policy.custom_limits)
 
 
 def is_coming(offers: Offers, task: Task, node: NodeName) -> bool:
-    """True if the task fits once all releases under way are done."""
+    """Return True if the task fits on the node once all releases under way are done."""
     return node in offers.nodes and offers.rooms.soon(node, task.priority).fits(task)
 
 
 def could_make_room(offers: Offers, task: Task, node: NodeName) -> bool:
-    """True if it fits once all possible victims have left too."""
+    """Return True if the task fits on the node once all releases are done and all possible victims have
+    left."""
     return node in offers.nodes and offers.rooms.most(node, task.priority, stops_below(task)).fits(task)
 
 
@@ -106,11 +108,14 @@ def offer_above(offers: Offers, task: Task, node: NodeName, floor: int) -> Offer
 def search_eviction(
     offers: Offers, task: Task, nodes: Iterable[NodeName], now: Instant
 ) -> Steps[Eviction | RoomBeingFreed | None]:
-    """The eviction that costs least: lost GPU-seconds, number of victims, then the rank that joined its gang
-    last, node and devices. Only runs of strictly lower priority are victims, and only if the task fits once
-    they have left. If room that is being given back, and promised to no other task, is enough, no run is
-    stopped. Nodes are tried in the order of what a victim there costs at least, until no other can be
-    better."""
+    """Return the eviction that costs least.
+
+    The cost is the lost GPU-seconds, then the number of victims. Ties go to the rank that joined its gang
+    last, then to node and device by name. Only runs of strictly lower priority are victims, and only if the
+    task fits once they have left. If room that is being given back, and promised to no other task, is enough,
+    no run is stopped. Nodes are tried in the order of a lower bound of their cost, until no other node can be
+    better.
+    """
     ways: list[_NodeBound] = []
     for number, node in enumerate(sorted(nodes), start=1):
         if could_make_room(offers, task, node):
@@ -133,7 +138,7 @@ def search_eviction(
 
 
 def _is_settled(best: Option | None, way: _NodeBound) -> bool:
-    """True if neither this way nor a costlier one beats the best so far."""
+    """Return True if neither this way nor a costlier one is better than the best option so far."""
     return best is not None and way[:3] >= _order(best)
 
 
@@ -142,7 +147,8 @@ def _order(option: Option) -> tuple[Cost, float, NodeName]:
 
 
 def _newest(victims: Iterable[Candidate]) -> float:
-    """The smaller, the later the last of them joined its running gang; 0 if none did."""
+    """Return a number that is smaller the later the last of the victims joined its running gang; 0 if none
+    did."""
     late = (
         victim.rank
         for victim in victims
@@ -152,21 +158,22 @@ def _newest(victims: Iterable[Candidate]) -> float:
 
 
 def _cheaper(offer: Offer, task: Task, best: Option | None) -> Option | None:
-    """The better of the best so far and the best on this node: of two that cost the same, the one with the
-    newer rank, then the one whose node comes first by name."""
-    # One more than the best cost, so that ways of the same cost are found as well, and `_order` decides.
+    """Return the better of the best option so far and the best on this node. Of two that cost the same, the
+    one with the newer rank is better, then the one whose node comes first by name."""
+    # The limit is one more than the best cost, so that options of the same cost are found and `_order`
+    # decides.
     below = WITHOUT_LIMIT if best is None else (*best.cost[:2], best.cost[2] + 1)
-    find = _on_one if task.demand.gpus == 1 else _on_several  # none or more
-    found = [option for option in (find(offer, task, below), best) if option is not None]
-    return min(found, key=_order, default=None)
+    find = _on_one if task.demand.gpus == 1 else _on_several  # several devices, or none
+    options = [option for option in (find(offer, task, below), best) if option is not None]
+    return min(options, key=_order, default=None)
 
 
 def eviction_of(best: Option, draft: Draft, now: Instant) -> Eviction:
     victims, surplus = named(best.victims)
     deadlines = [now + victim.grace_seconds for victim in victims]
     for site, need in best.targets:
-        # The pledge must last until runs that are leaving anyway are gone, if without them the memory that is
-        # free and what the victims give back are too little.
+        # If free memory and that of the victims are too little together, the pledge must last until the runs
+        # that are leaving anyway are gone.
         if site.after_mb(best.victims) - site.free_after_releases_mb + site.free_mb < need:
             deadlines += deadlines_of_leavers(draft, site.device.key)
     node = best.offer.node
@@ -175,7 +182,8 @@ def eviction_of(best: Option, draft: Draft, now: Instant) -> Eviction:
 
 
 def clear_of_idle_work(offers: Offers, task: Task, place: Placement, now: Instant) -> Eviction | None:
-    """The idle work that is in the way there; None if there will be room without stopping any of it."""
+    """Return the eviction of the idle work that is in the way at a place; None if there will be room without
+    stopping any of it."""
     idle = offers.rooms.leavers(place.node, IDLE_TOP + 1)
     offer, chosen = offers.among(place.node, task.priority, idle), dict(place.devices)
     targets = [(site, chosen[site.device.key]) for site in offer.sites if site.device.key in chosen]
@@ -184,7 +192,8 @@ def clear_of_idle_work(offers: Offers, task: Task, place: Placement, now: Instan
 
 
 def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) -> Option | None:
-    """The better of the best so far and the cheapest set of such victims on this node."""
+    """Return the better of the best option so far and the cheapest set of victims on this node that may
+    leave."""
     targets = _targets(offer, task)
     if len(targets) < task.demand.gpus:
         return best
@@ -194,7 +203,8 @@ def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) 
 
 
 def _least_cost(offer: Offer, task: Task) -> Cost:
-    """A lower bound of what making room on this node costs: so many devices must be cleared one by one."""
+    """Return a lower bound of the cost of making room on this node: that of the costliest of the devices that
+    must be cleared."""
     least = NO_COST if offer.room.fits(task) else cost_of(offer.found[:1])
     if not task.demand.gpus:
         return least
@@ -216,7 +226,7 @@ def _on_one(offer: Offer, task: Task, below: Cost) -> Option | None:
     """Return the best way to one device of this node for less than `below`; None if there is none."""
     best: Option | None = None
     has_room = offer.room.fits(task)
-    # A later way has to cost less, so of devices that cost the same the one with the newer rank comes first.
+    # A later device must cost less to replace the best one, so the device with the newer rank is tried first.
     for target in sorted(_targets(offer, task), key=lambda target: _newest(target[0].holders)):
         site, need = target
         victims: Sequence[Candidate] | None = None
@@ -245,7 +255,8 @@ def _on_several(offer: Offer, task: Task, below: Cost) -> Option | None:
 
 
 def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
-    """True if the task fits on enough of these devices once the victims have left."""
+    """Return a function that tells whether the task fits on enough of these devices once victims have
+    left."""
 
     def suffices(removed: Sequence[Candidate]) -> bool:
         roomy = sum(site.after_mb(removed) >= need for site, need in targets)
@@ -255,7 +266,7 @@ def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
 
 
 def _option(offer: Offer, task: Task, targets: Sequence[Target], victims: Sequence[Candidate]) -> Option:
-    """Return the option. Of the devices that are then free, the fullest are taken."""
+    """Return the option with these victims. Of the devices that then have room, the fullest are taken."""
     left = [(site.after_mb(victims) - need, site.device.key, (site, need)) for site, need in targets]
     roomy = sorted(option for option in left if option[0] >= 0)
     chosen = tuple(target for _, _, target in roomy[: task.demand.gpus])
@@ -265,7 +276,8 @@ def _option(offer: Offer, task: Task, targets: Sequence[Target], victims: Sequen
 def _cheapest_devices(
     targets: Sequence[Target], gpus: int, found: Sequence[Candidate]
 ) -> tuple[list[Target], list[Candidate]]:
-    """The devices that are cheapest to clear one by one, and all candidates, those to stop first in front."""
+    """Return the devices that are cheapest to clear, each by itself, and all candidates, with the victims on
+    these devices first."""
     priced = []
     for site, need in targets:
         victims = cheapest(site.holders, partial(_clears, site, need))
@@ -274,7 +286,7 @@ def _cheapest_devices(
     priced.sort(key=lambda price: price[:2])
     wanted = {victim.key for *_, victims in priced[:gpus] for victim in victims}
     first = [candidate for candidate in found if candidate.key in wanted]
-    # The rest leaves only if CPU, host memory or run slots are short as well.
+    # The other candidates leave only if CPU, host memory or run slots are short as well.
     rest = [candidate for candidate in found if candidate.key not in wanted]
     rest.sort(
         key=lambda candidate: (
@@ -292,7 +304,7 @@ def _clears(site: Site, need: Mib, removed: Sequence[Candidate]) -> bool:
 
 
 def deadlines_of_leavers(draft: Draft, device: DeviceKey) -> Iterator[Instant]:
-    """Deadlines of the runs that are leaving the device."""
+    """Yield the deadlines of the runs that are leaving the device."""
     for holding in draft.ledger(device).leaving():
         run = draft.holder(holding.lease)
         until = None if run is None else stop_deadline_of(run, holding.lease.rank)

@@ -32,7 +32,7 @@ from gpubroker_server.core.planning.preemption.eviction import (
 NO_FLOORS: Mapping[NodeName, int] = MappingProxyType({})
 
 EXACT_NODES = 4_096
-"""Every subset of the candidates is tried if that probes at most this many nodes."""
+"""The number of node probes up to which every subset of the candidates is tried."""
 
 
 def choose_for_gang(
@@ -45,8 +45,8 @@ def choose_for_gang(
 ) -> Eviction | RoomBeingFreed | None:
     """Find runs of strictly lower priority that make room, on these nodes, for all ranks that the gang needs.
 
-    None if it would still not fit. A gang gives way as a whole, on all its nodes. `floors`: more nodes, see
-    `Reservations.victim_floors`.
+    Return None if the gang would still not fit. A victim gang gives way as a whole, on all its nodes.
+    `floors` has more nodes, with the floors of `Reservations.victim_floors`.
     """
     if not may_preempt(offers, task):
         return None
@@ -66,9 +66,12 @@ def choose_among(
     together: Together = tuple,
     gives_enough: Suffices | None = None,
 ) -> Eviction | RoomBeingFreed | None:
-    """Choose among these offers the victims that make room for the task; a single task counts as a gang of
-    one rank. `together`: which victims may leave together; `gives_enough`: returns True if these victims free
-    enough of what the task needs besides places, such as its tenant's quota."""
+    """Choose among these offers the victims that make room for the task.
+
+    A single task counts as a gang of one rank. `together` says which victims may leave together.
+    `gives_enough` returns True if victims free enough of what the task needs besides places, such as its
+    tenant's quota.
+    """
     site = _Site(offers, draft, task, gives_enough)
     if (coming := site.places(())) is not None:
         return RoomBeingFreed(tuple(sorted({place.node for place in coming})))
@@ -77,7 +80,7 @@ def choose_among(
 
 
 class _Site:
-    """The offers of all usable nodes together to a gang."""
+    """The offers of several nodes to a gang, taken together."""
 
     def __init__(
         self, offers: Sequence[Offer], draft: Draft, task: Task, gives_enough: Suffices | None
@@ -91,11 +94,14 @@ class _Site:
         }
         names = {candidate.key: candidate for offer in offers for candidate in offer.found}
         self._found = sorted(names.values(), key=lambda candidate: candidate.order)
-        """Possible victims, cheapest first."""
+        """The possible victims, cheapest first."""
 
     def cheapest(self, together: Together) -> tuple[list[Candidate], Gang] | None:
-        """The victims, and where the gang then runs. Of few candidates on few nodes the cheapest set; of
-        more, the fewest in order of cost with fill-back: minimal by inclusion."""
+        """Return the victims, and the places of the gang once they have left; None if there is no way.
+
+        With few candidates on few nodes, the set is the cheapest. With more, the candidates are taken in
+        order of cost, with fill-back, and the set is minimal by inclusion.
+        """
         found = self._found
         if len(found) <= EXACT_LIMIT and len(self._offers) << len(found) <= EXACT_NODES:
             found = (
@@ -106,7 +112,7 @@ class _Site:
             return None if gang is None else (found, gang)
         leavers = together(found)
         gang = self.places(leavers)
-        # More victims never leave less room, so halving finds the shortest list.
+        # More victims never leave less room, so a binary search finds the shortest list.
         few, many = 0, len(leavers)
         while gang is not None and many - few > 1:
             middle = (few + many) // 2
@@ -146,7 +152,7 @@ class _Site:
     def _holders(
         self, free: Mapping[NodeName, Mapping[DeviceKey, int]], removed: Iterable[Candidate]
     ) -> dict[NodeName, dict[DeviceKey, int]]:
-        """Count what holds memory of these devices once such victims, and all leaving runs, have left."""
+        """Count the holders of each device once these victims, and all leaving runs, have left."""
         left = Counter(key for candidate in removed for key in candidate.frees)
         return {
             node: {
@@ -158,8 +164,8 @@ class _Site:
         }
 
     def _only_needed(self, removed: Sequence[Candidate], gang: Gang) -> tuple[list[Candidate], Gang]:
-        """The victims without which the gang has no place: first those that these places need; then, if they
-        are few, those without which no other places exist."""
+        """Return only victims that the gang needs, and its places. First the victims that these places do not
+        need are put back; then, if few are left, those without which the gang has other places."""
         victims = self._needed_for(gang, removed)
         if len(victims) > EXACT_LIMIT:
             return victims, gang
@@ -170,8 +176,9 @@ class _Site:
         return victims, gang
 
     def _needed_for(self, gang: Gang, removed: Sequence[Candidate]) -> list[Candidate]:
-        """The victims without which these very places are not free; the costliest is put back first. Only its
-        nodes are looked at again: there may be thousands of victims."""
+        """Return the victims that must leave so that these places are free; the costliest is put back first.
+        To put a victim back, only its own nodes are examined again, since there may be thousands of
+        victims."""
         ranks: dict[NodeName, list[int]] = {}
         for rank, place in enumerate(gang):
             ranks.setdefault(place.node, []).append(rank)
@@ -203,7 +210,7 @@ class _Site:
     def _has_room(
         self, gang: Gang, node: NodeName, ranks: Iterable[int], removed: Iterable[Candidate]
     ) -> bool:
-        """True if these places on a node are free once such victims have left."""
+        """Return True if these places on a node are free once these victims have left."""
         [gang_node] = self._gang_nodes((node,), removed)
         for rank in ranks:
             place, part = gang[rank], rank_task(self._task, rank)

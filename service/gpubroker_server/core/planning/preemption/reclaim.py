@@ -1,4 +1,4 @@
-"""Preemption where quotas and guarantees have a say."""
+"""Preemption by the rules of quotas, guarantees and cluster-wide limits."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -32,11 +32,11 @@ def reclaim(
     floors: Mapping[NodeName, int],
 ) -> Eviction | None:
     """Return the cheapest way to take room back from borrowers on these nodes; None if there is none.
-    Borrowers of the same band or a lower one may be preempted, whatever their priority, unless protected; no
-    tenant is left with less than its guarantee. `floors`: see `Reservations.victim_floors`."""
-    found = (offer for offer in _borrowers_on(offers, task, surplus, nodes, floors) if offer.found)
+    Borrowers of the task's band or a lower one may be preempted, whatever their priority, unless protected.
+    No tenant is left with less than its guarantee. `floors` are those of `Reservations.victim_floors`."""
+    node_offers = (offer for offer in _borrowers_on(offers, task, surplus, nodes, floors) if offer.found)
     return _cheapest_of(
-        found, offers, task, now, partial(within_surplus, surplus=surplus, draft=offers.draft)
+        node_offers, offers, task, now, partial(within_surplus, surplus=surplus, draft=offers.draft)
     )
 
 
@@ -44,25 +44,25 @@ def evict_within_borrower_rule(
     offers: Offers, task: Task, rule: BorrowerRule, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | None:
     """Return the cheapest way to make room for a task that would borrow, by preempting runs of lower priority
-    on these nodes; None if there is none. No node has room being released."""
-    found = (offers.of(node, task) for node in sorted(nodes))
-    return _cheapest_of(found, offers, task, now, rule.together)
+    on these nodes; None if there is none. The caller has checked that no node has room being released."""
+    node_offers = (offers.of(node, task) for node in sorted(nodes))
+    return _cheapest_of(node_offers, offers, task, now, rule.together)
 
 
 def evict_above_floors(
     offers: Offers, task: Task, floors: Mapping[NodeName, int], now: Instant, together: Together
 ) -> Eviction | None:
-    """Return the cheapest way to make room on these nodes by preempting runs of lower priority than the
-    task's, and of at least the node's floor. No node has room being released."""
-    found = (offer_above(offers, task, node, floor) for node, floor in sorted(floors.items()))
-    return _cheapest_of(found, offers, task, now, together)
+    """Return the cheapest way to make room by preempting runs from the node's floor up to below the task's
+    priority; None if there is none. The caller has checked that no node has room being released."""
+    node_offers = (offer_above(offers, task, node, floor) for node, floor in sorted(floors.items()))
+    return _cheapest_of(node_offers, offers, task, now, together)
 
 
 def _cheapest_of(
-    found: Iterable[Offer], offers: Offers, task: Task, now: Instant, together: Together
+    node_offers: Iterable[Offer], offers: Offers, task: Task, now: Instant, together: Together
 ) -> Eviction | None:
     best = None
-    for offer in found:
+    for offer in node_offers:
         best = best_of(offer, task, best, all_of(together))
     return None if best is None else eviction_of(best, offers.draft, now)
 
@@ -75,12 +75,13 @@ def reclaim_for_gang(
     nodes: Iterable[NodeName],
     floors: Mapping[NodeName, int],
 ) -> Eviction | RoomBeingFreed | None:
-    """Take room back for a gang as `reclaim` does for one task, on all these nodes together."""
+    """Return the cheapest way to take room back for a gang on all these nodes together, by the rules of
+    `reclaim`."""
     if not may_preempt(offers, task):
         return None
-    found = list(_borrowers_on(offers, task, surplus, nodes, floors))
+    node_offers = list(_borrowers_on(offers, task, surplus, nodes, floors))
     together = partial(within_surplus, surplus=surplus, draft=offers.draft)
-    return choose_among(found, offers.draft, task, now, together=together)
+    return choose_among(node_offers, offers.draft, task, now, together=together)
 
 
 def make_room_in_quota(
@@ -91,9 +92,9 @@ def make_room_in_quota(
     nodes: Iterable[NodeName],
     floors: Mapping[NodeName, int],
 ) -> Eviction | None:
-    """Return the cheapest way for a task or gang over its tenant's quota: runs of that tenant, of strictly
-    lower priority, are stopped until the quota has room too. None if there is none, or if runs that are
-    leaving will do. `floors`: see `Reservations.victim_floors`."""
+    """Return the cheapest way to make room for a task or gang over its tenant's quota, and in that quota, by
+    preempting runs of the tenant with strictly lower priority. None if there is none, or if the runs that are
+    leaving free enough. `floors` are those of `Reservations.victim_floors`."""
     if not missing_mb or not may_preempt(offers, task):
         return None
     node_offers = []
@@ -105,38 +106,38 @@ def make_room_in_quota(
             if run.task.tenant == task.tenant and run.task.priority >= floor
         )
         node_offers.append(offers.among(node, task.priority, candidates))
-    found = choose_among(
+    eviction = choose_among(
         node_offers,
         offers.draft,
         task,
         now,
         gives_enough=lambda removed: leased_mb(removed, offers.draft) >= missing_mb,
     )
-    assert not isinstance(found, RoomBeingFreed), "with no victim the quota is still short"
-    return found
+    assert not isinstance(eviction, RoomBeingFreed), "with no victim the quota is still short"
+    return eviction
 
 
 def make_room_in_limit(
     offers: Offers, task: Task, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | RoomBeingFreed | None:
-    """The cheapest way for a critical task for which too little of a custom resource of the cluster, or of
-    its pool, is left: runs of strictly lower priority, on these nodes, that use it. None if that frees too
-    little."""
+    """Return the cheapest way to make room for a critical task that lacks a custom resource of the cluster,
+    or room in its pool, by preempting runs of strictly lower priority on these nodes that use it. None if
+    that frees too little."""
     missing = _missing_of(offers, task)
     if missing is None:
         return None
-    found = [offers.of(node, task) for node in sorted(nodes)]
+    node_offers = [offers.of(node, task) for node in sorted(nodes)]
 
     def gives_enough(removed: Sequence[Candidate]) -> bool:
         return all(amount <= _used_of(name, removed) for name, amount in missing.items())
 
-    if not gives_enough([candidate for offer in found for candidate in offer.found]):
+    if not gives_enough([candidate for offer in node_offers for candidate in offer.found]):
         return None
-    return choose_among(found, offers.draft, task, now, gives_enough=gives_enough)
+    return choose_among(node_offers, offers.draft, task, now, gives_enough=gives_enough)
 
 
 def may_make_room_in_limit(offers: Offers, task: Task) -> bool:
-    """True if runs of lower priority use enough of what the task lacks, whatever protects them."""
+    """Return True if runs of lower priority, protected or not, use enough of what the task lacks."""
     missing = _missing_of(offers, task)
     if missing is None:
         return False
@@ -150,8 +151,8 @@ def may_make_room_in_limit(offers: Offers, task: Task) -> bool:
 
 
 def _missing_of(offers: Offers, task: Task) -> dict[str, float] | None:
-    """Return what it is short of -> how much too little is left once the runs that are leaving have left;
-    None if no run may be stopped for it."""
+    """Return, for each resource that the task lacks, the amount that is missing once the runs that are
+    leaving have left; None if no run may be stopped for the task."""
     draft, limits = offers.draft, offers.policy.custom_limits
     if not (preempts(task, offers.policy) and is_critical(task.priority)):
         return None
@@ -168,7 +169,8 @@ def _missing_of(offers: Offers, task: Task) -> dict[str, float] | None:
 
 
 def _used_of(name: str, removed: Iterable[Candidate]) -> float:
-    """Return how much of it these give back; a gang that goes on gives back what its leaving ranks hold."""
+    """Return how much of the resource these victims give back. A gang that goes on gives back what its
+    leaving ranks hold."""
     victims = list(removed)
     whole = {
         victim.task.id: _sums(_given_back(victim.task)).get(name, 0.0)
@@ -184,16 +186,16 @@ def _used_of(name: str, removed: Iterable[Candidate]) -> float:
 
 
 def _given_back(run: Task) -> Iterator[tuple[str, float]]:
-    """Yield what a run gives back to others: custom resources, and what it has of its pool. A place under a
-    limit of running tasks is none."""
+    """Yield the amounts that a run gives back to others: custom resources, and what it has of its pool. Its
+    places under limits of running tasks do not count."""
     return ((name, amount) for name, amount in counted_by(run) if ":" not in name or name.startswith("pool:"))
 
 
 def _sums(amounts: Iterable[tuple[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for name, amount in amounts:
-        found[name] = found.get(name, 0.0) + amount
-    return found
+        sums[name] = sums.get(name, 0.0) + amount
+    return sums
 
 
 def _borrowers_on(
@@ -215,8 +217,9 @@ def _borrowers_on(
 
 
 def _may_be_asked(run: PossibleVictim, task: Task, offers: Offers) -> bool:
-    """A rank that its gang can do without is never protected: no work is lost. The turn of a run does not
-    count: what was borrowed is given back."""
+    """Return True if the borrower's run may be preempted for the task. A rank that its gang can do without is
+    never protected, since no work is lost. Turn protection does not count, since borrowed memory is given
+    back."""
     same_or_lower = band_of(run.task.priority)[2] <= band_of(task.priority)[2]
     is_alone = run.rank is not None
     spared = not is_alone and is_protected(run.task, task.priority, offers.policy, offers.began_at)

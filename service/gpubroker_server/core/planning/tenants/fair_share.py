@@ -1,4 +1,5 @@
-"""The order of tenants within a band: first those below their guarantee, then by fair-share deficit."""
+"""The order of tenants within a band: tenants below their guarantee come first, then the order is by
+fair-share deficit."""
 
 from typing import NamedTuple
 
@@ -9,13 +10,13 @@ from gpubroker_server.core.world.tenant_accounts import mean_life_seconds
 from gpubroker_server.core.world.world import World
 
 STEPS = 20
-"""Steps of a fair share. Tenants on the same step are equal, so that no tiny difference decides; their tasks
-are ordered by priority and age."""
+"""The number of steps of a fair share. Tenants on one step are equal, so that no tiny difference decides, and
+their tasks are ordered by priority and age."""
 
 
 class TenantPosition(NamedTuple):
     claimed_mb: int = 0
-    """The memory that is held, and that is being freed for the tenant."""
+    """The memory that the tenant holds, and that is being freed for it."""
     used: float = 0.0
     """The decayed usage of the tenant, as a share of the most that all devices could have been used."""
 
@@ -27,9 +28,9 @@ class FairShareLevels:
     def __init__(self, world: World, policy: Policy, now: Instant) -> None:
         self._policy = policy
         self.tenants = {*world.accounts, *world.queue.tenants}
-        """Tenants that ever held memory, or wait."""
+        """The tenants that ever held memory, or have waiting tasks."""
         self._whole_mb = max(1, world.accounts.whole_mb(world.ledgers.values(), world.inventory_version))
-        # Usage fades as it is added: all devices, held for ever, come to this much.
+        # Usage decays while it is added: the usage of all devices, if they were always held, approaches this.
         most = self._whole_mb * mean_life_seconds(world.accounts.half_life_seconds)
         pledged: dict[str, int] = {}
         for preemptor, pledges in world.pledges.items():
@@ -51,21 +52,22 @@ class FairShareLevels:
         return self._standings.get(tenant, TenantPosition()).claimed_mb
 
     def level(self, tenant: str, more_mb: int = 0) -> float:
-        """`more_mb`: MiB that the tenant has claimed beyond `claimed_mb`."""
+        """Return the level of the tenant. `more_mb` is what it has claimed beyond `claimed_mb`."""
         standing = self._standings.get(tenant, TenantPosition())
         had = standing.used + (standing.claimed_mb + more_mb) / self._whole_mb
         return had * self._weights / self._policy.tenant(tenant).weight
 
 
 class FairShares:
-    """The ranks of tenants in one cycle; no rank improves within it. What the cycle gives a tenant counts at
+    """The ranks of tenants in one cycle, in which no rank improves. What the cycle gives a tenant counts at
     once, so that one cycle does not give everything to one tenant."""
 
     def __init__(self, world: World, policy: Policy, now: Instant) -> None:
         self.passed: dict[str, TenantOrderKey] = {}
-        """Tenant -> the last task charged to it: its tasks up to there were examined."""
+        """Maps a tenant to the order key of the last task charged to it, up to which its tasks were
+        examined."""
         self._charged: dict[str, int] = {}
-        """Tenant -> MiB given in this cycle."""
+        """Maps a tenant to the MiB given to it in this cycle."""
         self._policy = policy
         self._ranks: dict[str, Rank] = {}
         self.has_several_tenants = len({*world.accounts, *world.queue.tenants}) > 1
@@ -73,7 +75,7 @@ class FairShares:
 
     @property
     def has_one_tenant(self) -> bool:
-        """All waiting tasks belong to one tenant: ranks are not needed."""
+        """True if all waiting tasks belong to one tenant, so that ranks are not needed."""
         return self._levels is None
 
     def copy(self) -> "FairShares":

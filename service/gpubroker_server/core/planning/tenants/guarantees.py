@@ -1,4 +1,5 @@
-"""Guarantees in preemption: what can be reclaimed from borrowers, and which runs are protected."""
+"""Guarantees in preemption: the memory that can be reclaimed from borrowers, and the runs that are
+protected."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -14,12 +15,12 @@ from gpubroker_server.core.planning.tenants.quota import NO_TASK, Quotas
 from gpubroker_server.core.world.queue import OrderKey
 
 Surplus = Mapping[str, int]
-"""Borrower -> MiB beyond its guarantee, without runs that are leaving already."""
+"""Maps a borrower to the MiB that it holds beyond its guarantee, without runs that are leaving already."""
 
 
 class BorrowerRule(Struct, frozen=True):
-    """A borrower cannot preempt a tenant of its cohort that is within its guarantee: the two would preempt
-    each other in turn, one by its guarantee, the other by its priority."""
+    """The rule that a borrower cannot preempt a tenant of its cohort that is within its guarantee. Otherwise
+    the two would preempt each other in turn, one by its guarantee, the other by its priority."""
 
     tenant: str
     surplus: Surplus
@@ -27,25 +28,25 @@ class BorrowerRule(Struct, frozen=True):
     policy: Policy
 
     def protects(self, tenant: str) -> bool:
-        """True if runs of that tenant are only preempted while it is above its guarantee."""
+        """Return True if runs of that tenant are preempted only while the tenant is above its guarantee."""
         tenant_policy, other = self.policy.tenant(self.tenant), self.policy.tenant(tenant)
         return (
             tenant != self.tenant and other.cohort == tenant_policy.cohort and other.guaranteed_mb is not None
         )
 
     def together(self, found: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The candidates that may leave together with those before them: in some order, each leaves while
-        its tenant is above its guarantee."""
+        """Return the candidates that may leave together with those before them: there is an order in which
+        each leaves while its tenant is above its guarantee."""
         taken = _LeavingByTenant(self.draft, self._may_lose)
         return [candidate for candidate in found if taken.takes(candidate.task, candidate.rank)]
 
     def allows(self, tasks: Collection[Task], ranks: Mapping[TaskId, tuple[int, ...]]) -> bool:
-        """True if all of these may leave; of gangs in `ranks`, only those ranks."""
+        """Return True if all of these tasks may leave; of gangs in `ranks`, only those ranks leave."""
         taken = _LeavingByTenant(self.draft, self._may_lose)
         return all(taken.takes(task, rank) for task in tasks for rank in ranks.get(task.id, (None,)))
 
     def _may_lose(self, tenant: str, total_mb: int, largest_mb: int) -> bool:
-        # The best order has the largest leave last: the tenant must still be above its guarantee by then.
+        # In the best order the largest run leaves last: the tenant must still be above its guarantee then.
         return not self.protects(tenant) or total_mb - largest_mb < self.surplus.get(tenant, 0)
 
 
@@ -59,9 +60,9 @@ class Guarantees:
         self._revision = -1
         self._surplus: dict[str | None, dict[str, int]] = {}
         self._within: dict[str | None, set[str]] = {}
-        """Cohort -> tenants that hold memory and are within their guarantee."""
+        """Maps a cohort to its tenants that hold memory and are within their guarantee."""
         self._lowest: dict[str, int] | None = None
-        """Tenant -> the lowest priority of its runs."""
+        """Maps a tenant to the lowest priority of its runs."""
 
     def surplus(self, tenant: str) -> Surplus:
         """Return what this tenant could reclaim if it were below its guarantee."""
@@ -71,46 +72,48 @@ class Guarantees:
         if self._revision != self._draft.changes.revision:
             self._revision = self._draft.changes.revision
             self._measure()
-        found = self._surplus.get(cohort, {})
-        return {name: mb for name, mb in found.items() if name != tenant}
+        of_cohort = self._surplus.get(cohort, {})
+        return {name: mb for name, mb in of_cohort.items() if name != tenant}
 
     def reclaimable(self, task: Task) -> Surplus:
         """Return what the task may reclaim, by borrower; empty if its tenant would exceed its guarantee."""
         return self.reclaimable_by(task.tenant, task.demand, task.priority, task.id)
 
     def reclaimable_by(self, tenant: str, demand: Demand, priority: int, task: TaskId = NO_TASK) -> Surplus:
-        """Like `reclaimable`, for a task of these properties; NO_TASK is a task without pledges."""
+        """Return what a task of these properties may reclaim, by borrower. NO_TASK stands for a task without
+        pledges."""
         return self.surplus(tenant) if self._is_within_guarantee(tenant, demand, priority, task) else {}
 
     def borrower_rule_for(self, task: Task) -> BorrowerRule | None:
         """Return the rule for what the task may preempt as a borrower; None if its tenant would not borrow
-        for it, or has no cohort."""
+        for the task, or has no cohort."""
         return self.borrower_rule(task.tenant, task.demand, task.priority, task.id)
 
     def borrower_rule(
         self, tenant: str, demand: Demand, priority: int, task: TaskId = NO_TASK
     ) -> BorrowerRule | None:
-        """Like `borrower_rule_for`, for a task of these properties; NO_TASK is a task without pledges."""
+        """Return the rule for a task of these properties, as `borrower_rule_for` does. NO_TASK stands for a
+        task without pledges."""
         borrows = self._is_within_guarantee(tenant, demand, priority, task) is False
         if not (borrows and self._policy.tenant(tenant).cohort):
             return None
         return BorrowerRule(tenant, self.surplus(tenant), self._draft, self._policy)
 
     def protected_tenants(self, task: Task) -> frozenset[str]:
-        """Tenants whose runs with GPUs are not preempted for the task, whatever its priority."""
+        """Return the tenants whose runs with GPUs are not preempted for the task, whatever its priority."""
         if self.borrower_rule_for(task) is None:
             return frozenset()
         return frozenset(self._within.get(self._policy.tenant(task.tenant).cohort, ())) - {task.tenant}
 
     def would_be_protected(self, waiting: Task, task: Task) -> bool:
-        """True if a waiting task, once it ran, could not be preempted for the other."""
+        """Return True if the waiting task, once it ran, could not be preempted for the other task."""
         rule = self.borrower_rule_for(task)
         if rule is None or not rule.protects(waiting.tenant):
             return False
         return self._is_within_guarantee(waiting.tenant, waiting.demand, waiting.priority, waiting.id) is True
 
     def has_lower_priority_runs(self, tenant: str, priority: int) -> bool:
-        """True if the tenant could preempt a run of its own."""
+        """Return True if a task of this priority could preempt a run of its own tenant."""
         if self._lowest is None:
             self._lowest = {}
             for run in map(self._draft.world.tasks.__getitem__, self._draft.world.active):
@@ -118,8 +121,9 @@ class Guarantees:
         return self._policy.preemption and self._lowest.get(tenant, priority) < priority
 
     def kept_up_to(self, task: Task, place: OrderKey, *, is_shared: bool) -> int:
-        """The highest priority that cannot take what is freed for the task: no task behind it in its band
-        may. `is_shared`: tenants come before priority and age in the order of a band."""
+        """Return the highest priority that cannot take what is freed for the task, so that no task behind it
+        in its band can. `is_shared` is True if tenants come before priority and age in the order of a
+        band."""
         top = band_of(task.priority)[2]
         if is_shared or self._could_be_borrowed(task):
             return top
@@ -127,12 +131,13 @@ class Guarantees:
         return min(top, aged_priority)
 
     def _could_be_borrowed(self, task: Task) -> bool:
-        """A borrower might take the freed memory before the task starts, only to be preempted for it."""
+        """Return True if a borrower might take the freed memory before the task starts, only to be preempted
+        for the task."""
         is_owner = self._is_within_guarantee(task.tenant, task.demand, task.priority, task.id)
         return bool(is_owner and self._policy.tenant(task.tenant).cohort)
 
     def _is_within_guarantee(self, tenant: str, demand: Demand, priority: int, task: TaskId) -> bool | None:
-        """True if the tenant stays within its guarantee with such a task; None without a quota."""
+        """Return True if the tenant stays within its guarantee with such a task; None without a quota."""
         if not (self._policy.has_quotas and (demand.gpus or demand.bundles)):
             return None
         allowance = self._quotas.of(tenant, priority, task)
@@ -156,7 +161,8 @@ class Guarantees:
 
 
 def within_surplus(found: Sequence[Candidate], surplus: Surplus, draft: Draft) -> Sequence[Candidate]:
-    """The candidates that may leave together with those before them: no tenant falls below its guarantee."""
+    """Return the candidates that may leave together with those before them without putting any tenant below
+    its guarantee."""
     taken = _LeavingByTenant(draft, lambda tenant, total_mb, _largest_mb: total_mb <= surplus[tenant])
     return [candidate for candidate in found if taken.takes(candidate.task, candidate.rank)]
 
@@ -170,19 +176,22 @@ def leased_mb(gone: Iterable[Candidate], draft: Draft) -> int:
 
 
 class _LeavingByTenant:
-    """The losses of tenants as runs leave, one after the other; ranks of a gang leave before the gang."""
+    """The losses of tenants as runs leave one after the other. Single ranks of a gang leave before its
+    rest."""
 
     def __init__(self, draft: Draft, may: Callable[[str, int, int], bool]) -> None:
-        """`may`: (tenant, MiB in all, largest single loss) -> True if the tenant may lose this."""
+        """`may` takes a tenant, its loss in MiB and its largest single loss, and returns True if the tenant
+        may lose this."""
         self._draft = draft
         self._may = may
         self._alone: dict[TaskId, int] = {}
-        """Gang -> MiB of its leaving ranks."""
+        """Maps a gang to the MiB of its leaving ranks."""
         self.by_tenant: dict[str, tuple[int, int]] = {}
-        """(MiB in all, largest single loss)"""
+        """Maps a tenant to its loss and its largest single loss, in MiB."""
 
     def takes(self, run: Task, rank: int | None) -> bool:
-        """Let it leave if its tenant may lose that. A run without leases always may."""
+        """Let the run, or one of its ranks, leave if its tenant may lose the memory, and return whether it
+        did. A run without leases always may leave."""
         mb = _held_mb(run, rank, self._draft)
         before, largest = self.by_tenant.get(run.tenant, (0, 0))
         total = before + mb - (self._alone.get(run.id, 0) if rank is None else 0)
@@ -196,7 +205,7 @@ class _LeavingByTenant:
 
 
 def _held_mb(run: Task, rank: int | None, draft: Draft) -> int:
-    """Return the memory held by the run, or by one of its ranks, without leases that are leaving already."""
+    """Return the MiB held by the run, or by one of its ranks, without leases that are leaving already."""
     leases = draft.world.leases_of(run)
     holdings = [draft.ledger(lease.device).holdings.get(lease.key) for lease in leases]
     remaining = [holding.lease for holding in holdings if holding is not None and not holding.is_leaving]

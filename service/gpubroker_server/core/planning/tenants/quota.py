@@ -1,4 +1,4 @@
-"""Quotas: what a tenant may still take, of its guarantee and of what its cohort does not use."""
+"""Quotas: the memory that a tenant may still take, of its guarantee and of what its cohort does not use."""
 
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
@@ -19,7 +19,7 @@ NO_TASK = TaskId("")
 NO_CHANGE: Mapping[str, int] = MappingProxyType({})
 
 MAX_NEEDS = 10_000
-"""Number of cached demands above which the cache is emptied."""
+"""The number of cached demands above which the cache is emptied."""
 
 
 class QuotaNeeds:
@@ -30,7 +30,7 @@ class QuotaNeeds:
         self._version = -1
         self._all: list[Device] = []
         self._sorts: list[Device] = []
-        """One device of each sort: enough unless a demand names devices."""
+        """One device of each sort, which is enough unless a demand names devices."""
         self.known: dict[Demand, tuple[int, ...]] = {}
 
     def of(self, world: World, demand: Demand) -> int:
@@ -46,12 +46,12 @@ class QuotaNeeds:
             self.known = {}
             devices = [ledger.device for ledger in world.ledgers.values() if ledger.device.present]
             self._all, self._sorts = devices, list({device.sort: device for device in devices}.values())
-        known = self.known.get(demand)
-        if known is None:
+        needs_mb = self.known.get(demand)
+        if needs_mb is None:
             if len(self.known) >= MAX_NEEDS:
                 self.known.clear()
-            known = self.known[demand] = tuple(map(self._most, demand.bundles or (demand,)))
-        return known
+            needs_mb = self.known[demand] = tuple(map(self._most, demand.bundles or (demand,)))
+        return needs_mb
 
     def _most(self, demand: Demand) -> int:
         devices = self._all if demand.where.devices else self._sorts
@@ -60,10 +60,10 @@ class QuotaNeeds:
 
 
 class Allowance(Struct, frozen=True):
-    """The quota of one tenant, as one of its tasks finds it."""
+    """The quota of one tenant from the view of one of its tasks."""
 
     claimed_mb: int
-    """The memory that is held, and that is being freed for the task."""
+    """The memory that the tenant holds, and that is being freed for its other tasks."""
     guaranteed_mb: int
     left_mb: int
     """The memory that the tenant may still take; negative above its quota."""
@@ -74,17 +74,18 @@ class Allowance(Struct, frozen=True):
 
     @property
     def lent_mb(self) -> int:
-        """Return what its cohort would lend it now, on top of what it has."""
+        """The memory that the tenant's cohort would lend it now, on top of what it has."""
         return max(0, self.left_mb - max(0, self.guaranteed_mb - self.claimed_mb))
 
 
 def cohort_holdings(held: Mapping[str, int], policy: Policy) -> list[Cohort]:
-    """Return the cohorts that hold something or are guaranteed something, by name. `held`: tenant -> MiB."""
+    """Return the cohorts that hold something or are guaranteed something, by name. `held` maps a tenant to
+    the MiB that it holds."""
     members: dict[str, list[str]] = {rule.cohort: [] for rule in policy.tenants if rule.cohort}
     for tenant in sorted(held):
         if cohort := policy.tenant(tenant).cohort:
             members[cohort].append(tenant)
-    found = []
+    cohorts = []
     for cohort in sorted(members):
         guaranteed_mb, held_mb = policy.guaranteed_mb(cohort), sum(held[name] for name in members[cohort])
         message = None
@@ -97,12 +98,12 @@ def cohort_holdings(held: Mapping[str, int], policy: Policy) -> list[Cohort]:
                 "the lenders have taken their own guarantee since. A task within its tenant's guarantee that "
                 "finds no other room has them stopped"
             )
-        found.append(Cohort(cohort, guaranteed_mb, held_mb, message))
-    return found
+        cohorts.append(Cohort(cohort, guaranteed_mb, held_mb, message))
+    return cohorts
 
 
 class _Sums:
-    """MiB by tenant and by cohort."""
+    """Sums of MiB by tenant and by cohort."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -117,29 +118,31 @@ class _Sums:
 
 
 class Quotas:
-    """The quotas in one draft. A guarantee holds whatever others use; only borrowing depends on them."""
+    """The quotas in one draft. A guarantee holds whatever other tenants use; only borrowing depends on their
+    use."""
 
     def __init__(self, draft: Draft, policy: Policy, needs: QuotaNeeds | None = None) -> None:
         self._draft = draft
         self._policy = policy
         self._needs = QuotaNeeds() if needs is None else needs
         self._sums = _Sums(policy)
-        """Sums of what is held in the World at `_revision`, and of the first `_counted` entries that the
-        draft has given."""
+        """The sums of what is held in the World at `_revision`, and of the first `_counted` entries of the
+        draft's `given`."""
         self._revision = -1
         self._counted = 0
         self._claims: dict[int, tuple[int, _Sums]] = {}
-        """Priority -> (revision of the draft, pledges that bind tasks without pledges)."""
+        """Maps a priority to a revision of the draft and the sums of the pledges that bind tasks of this
+        priority without pledges of their own."""
 
     def held_mb(self) -> Mapping[str, int]:
-        """Tenant -> MiB held in the draft; tenants that hold nothing may be missing."""
+        """Return the MiB held in the draft by tenant; tenants that hold nothing may be missing."""
         return self._held().by_tenant
 
     def need_mb(self, demand: Demand) -> int:
         return self._needs.of(self._draft.world, demand)
 
     def max_ranks(self, task: Task) -> int:
-        """Ranks of a gang that its quota allows now; at least the required ones."""
+        """Return how many ranks of a gang its quota allows now, but at least the required ones."""
         demand = task.demand
         allowance = self.of(task.tenant, task.priority, task.id) if self._policy.has_quotas else None
         if allowance is None:
@@ -148,8 +151,8 @@ class Quotas:
         return max(demand.least_ranks, sum(need <= allowance.left_mb for need in needs))
 
     def is_short(self, task: Task, given: Mapping[str, int] = NO_CHANGE) -> bool:
-        """True if the quota forbids the task now. `given`: tenant -> MiB to add to what it holds (negative:
-        given back)."""
+        """Return True if the quota forbids the task now. `given` maps a tenant to the MiB to add to what it
+        holds; a negative number is given back."""
         return self.is_short_for(task.tenant, task.demand, task.priority, task.id, given)
 
     def is_short_for(
@@ -160,15 +163,16 @@ class Quotas:
         task: TaskId = NO_TASK,
         given: Mapping[str, int] = NO_CHANGE,
     ) -> bool:
-        """True if the quota forbids a task of these properties now. The pledges of `task` count as free.
-        `given`: as for `is_short`."""
+        """Return True if the quota forbids a task of these properties now. The pledges of `task` count as
+        free. `given` maps a tenant to the MiB to add to what it holds."""
         if not (self._policy.has_quotas and (demand.gpus or demand.bundles)):
             return False
         left_mb = self._left_mb(tenant, priority, task, given)
         return left_mb is not None and self.need_mb(demand) > left_mb
 
     def missing_mb(self, task: Task) -> int:
-        """Return what its tenant must free for the task, beyond the leases that are leaving already."""
+        """Return the MiB that the task's tenant must free for it, beyond the leases that are leaving
+        already."""
         given: dict[str, int] = {}
         for lease in self._draft.leaving():
             given[lease.tenant] = given.get(lease.tenant, 0) - lease.mb
@@ -188,8 +192,8 @@ class Quotas:
         return Allowance(claimed_mb, guaranteed_mb, left_mb)
 
     def _left_mb(self, name: str, priority: int, task: TaskId, given: Mapping[str, int]) -> int | None:
-        """Return what the tenant may still take; None without a quota. A cycle asks for thousands of
-        tenants."""
+        """Return the MiB that the tenant may still take; None without a quota. A cycle calls this for
+        thousands of tenants."""
         tenant_policy = self._policy.tenant(name)
         if tenant_policy.guaranteed_mb is None:
             return None
@@ -205,18 +209,18 @@ class Quotas:
             )
         if tenant_policy.borrow_mb is not None:
             left = min(left, own_left + tenant_policy.borrow_mb)
-        # Up to its guarantee a tenant takes what is free, even where its cohort has borrowed that (ADR 38).
+        # Up to its guarantee a tenant takes what is free, even if its cohort has borrowed all of it (ADR 38).
         return max(own_left, left)
 
     def _claims_on(self, task: TaskId, priority: int) -> _Sums:
-        """Pledges to other tasks, cached until the draft changes."""
+        """Return the sums of pledges to other tasks, cached until the draft changes."""
         if self._draft.pledges_of(task):
             return self._add_up(task, priority)
-        known = self._claims.get(priority)
-        if known is None or known[0] != self._draft.changes.revision:
+        cached = self._claims.get(priority)
+        if cached is None or cached[0] != self._draft.changes.revision:
             sums = self._add_up(NO_TASK, priority)
-            known = self._claims[priority] = self._draft.changes.revision, sums
-        return known[1]
+            cached = self._claims[priority] = self._draft.changes.revision, sums
+        return cached[1]
 
     def _add_up(self, task: TaskId, priority: int) -> _Sums:
         sums = _Sums(self._policy)
