@@ -311,7 +311,7 @@ class DiskReport(Struct, frozen=True):
     kept: tuple[tuple[str, int], ...] = ()
     """(reason, number of files) of the files that stay."""
     is_first: bool = False
-    """True if the agent has never looked with these roots and rules before, so that this may only be a dry
+    """True if a root was looked at for the first time with these rules, so that this may only be a dry
     run."""
     message: str = ""
     """The error that occurred; empty if there was none."""

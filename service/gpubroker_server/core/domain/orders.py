@@ -63,8 +63,8 @@ class StartOrder(_RunOrder, frozen=True):
     barrier: bool = False
     """True if the process is to import or unpickle the user code, report Ready, and begin at the GoOrder."""
     memory_mb: Mib = Mib(0)
-    """The host memory that the task asked for. Each process of the run may use this much, even if the node's
-    limit for other processes is lower."""
+    """The host memory in MiB that the processes of the run may use together. With 0 the task asked for none,
+    and the node's limit holds for each process."""
     shares: tuple[tuple[Mib, float], ...] = ()
     """For each device, the MiB and the share of its memory that libraries may allocate beside the CUDA
     context; empty if they may allocate all."""

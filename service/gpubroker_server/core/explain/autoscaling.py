@@ -129,7 +129,7 @@ def autoscaling_demand(
         waiting.count(group)
     for gang in sorted(world.growable):
         waiting.count_missing_ranks(world.tasks[gang])
-    pool = next((pool_rules for pool_rules in policy.pools if pool_rules.name == scope.pool), None)
+    pool = next((wanted_pool for wanted_pool in policy.pools if wanted_pool.name == scope.pool), None)
     nodes = [
         name
         for name in sorted(world.nodes)

@@ -111,7 +111,8 @@ def explain_preemption(survey: Survey, way: Way, ahead: Sequence[Reservation] = 
         _message(survey, status, counts, ahead),
         dict(sorted(counts.items())),
         tuple(
-            RunProtection(run, Mib(sum(lease.mb for lease in leases_of(run))), found) for run, found in listed
+            RunProtection(run, Mib(sum(lease.mb for lease in leases_of(run))), shield)
+            for run, shield in listed
         ),
     )
 
