@@ -301,7 +301,7 @@ class FleetControl:
                 yield Notice(f"fleet.BACKPRESSURE_{change}", name, about, tenant_of(name))
 
     def _follow_disks(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Notice]:
-        """Yield a notice for each disk whose level has risen. A disk that is not measured_now now keeps its
+        """Yield a notice for each disk whose level has risen. A disk that is not measured now keeps its
         level, because a full disk may be slow to answer. It is forgotten if its node is gone, or is measured
         without it for GONE_SECONDS."""
         before, samples = self._disks, world.node_samples
