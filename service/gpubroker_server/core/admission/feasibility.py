@@ -168,8 +168,8 @@ def _over_limit(demand: Demand, policy: Policy) -> Refusal | None:
             return Refusal("exceeds-capacity", message, "pool")
     for name, asked in demand.custom:
         if name not in limits:
-            known = ", ".join(name for name in limits if ":" not in name) or "none"
-            message = f"there is no resource {name!r}; configured are: {known}"
+            configured = ", ".join(name for name in limits if ":" not in name) or "none"
+            message = f"there is no resource {name!r}; configured are: {configured}"
             return Refusal("unknown-resource", message, f"custom/{name}")
         if asked > limits[name].amount:
             owner = "each node's" if limits[name].per_node else "the cluster's"

@@ -29,9 +29,9 @@ def apply_pool(
     slots = dict.fromkeys(_running_slots(tenant, labels, policy), 1.0)
     if not pool:
         return replace(demand, slots=tuple(sorted(slots.items()))) if slots else demand
-    chosen = next((known for known in policy.pools if known.name == pool), None)
+    chosen = next((candidate for candidate in policy.pools if candidate.name == pool), None)
     if chosen is None:
-        names = ", ".join(known.name for known in policy.pools) or "none"
+        names = ", ".join(candidate.name for candidate in policy.pools) or "none"
         return Refusal("pool-mismatch", f"there is no pool {pool!r}; configured are: {names}", "pool")
     inside = []
     for part in demand.bundles or (demand,):
@@ -79,7 +79,7 @@ def reapply_pool(demand: Demand, policy: Policy, share_of: ShareOf) -> Demand | 
     refusal if the pool does not fit any more."""
     if not demand.pool:
         return demand
-    chosen = next((known for known in policy.pools if known.name == demand.pool), None)
+    chosen = next((candidate for candidate in policy.pools if candidate.name == demand.pool), None)
     if chosen is None:
         return Refusal("pool-mismatch", f"there is no pool {demand.pool!r} any more", "pool")
     for part in demand.bundles or (demand,):
@@ -93,7 +93,9 @@ def reapply_pool(demand: Demand, policy: Policy, share_of: ShareOf) -> Demand | 
 def without_pool(demand: Demand, policy: Policy) -> tuple[Demand, dict[str, Any]]:
     """Return the demand without its pool, and the new values of the other fields that change, named as in a
     submission."""
-    chosen = next((known for known in policy.pools if known.name == demand.pool), Pool(demand.pool))
+    chosen = next(
+        (candidate for candidate in policy.pools if candidate.name == demand.pool), Pool(demand.pool)
+    )
     slots = tuple(slot for slot in demand.slots if not slot[0].startswith("pool:"))
     outside = replace(demand, pool="", slots=slots)
     if demand.bundles:

@@ -241,25 +241,25 @@ def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
     that was written within SHARD_SECONDS is itself one checkpoint. Of such a directory only the newest entry
     is kept; of equally new entries, the last by name.
     """
-    found: dict[str, dict[str, tuple[Instant, int]]] = {}
+    entries_of: dict[str, dict[str, tuple[Instant, int]]] = {}
     oldest: dict[str, Instant] = {}
     for file in files:
         if file.file_class is FileClass.CHECKPOINT:
             for directory, entry in _entries(file):
                 oldest[directory] = min(oldest.get(directory, file.modified_at), file.modified_at)
-                entries = found.setdefault(directory, {})
+                entries = entries_of.setdefault(directory, {})
                 at, size_bytes = entries.get(entry, (file.modified_at, 0))
                 entries[entry] = max(at, file.modified_at), size_bytes + file.size_bytes
-    kept: set[str] = set()
-    for directory, entries in found.items():
+    newest_paths: set[str] = set()
+    for directory, entries in entries_of.items():
         largest = max(size_bytes for _, size_bytes in entries.values())
         order = {entry: (modified_at, entry) for entry, (modified_at, _) in entries.items()}
         newest = max(order[entry] for entry, (_, size_bytes) in entries.items() if 2 * size_bytes >= largest)
         first = Instant(newest[0] - SHARD_SECONDS), ""
-        if oldest[directory] >= first[0] and directory in found.get(directory.rpartition("/")[0], ()):
+        if oldest[directory] >= first[0] and directory in entries_of.get(directory.rpartition("/")[0], ()):
             first = newest
-        kept.update(entry for entry, place in order.items() if place >= first)
-    return frozenset(kept)
+        newest_paths.update(entry for entry, place in order.items() if place >= first)
+    return frozenset(newest_paths)
 
 
 def _entries(file: FileSeen) -> Iterator[tuple[str, str]]:

@@ -109,15 +109,24 @@ class FailingGpus:
 
     def _found(self, now: Instant) -> Iterator[FailingGpu]:
         recent = {
-            device: [one for one in failed if now - one.at <= LATELY_SECONDS]
+            device: [failure for failure in failed if now - failure.at <= LATELY_SECONDS]
             for device, failed in self._failed.items()
         }
         for device, failed in recent.items():
-            others = {one.about for other, seen in recent.items() if other != device for one in seen}
-            working = {one.about for one in failed if self._works_elsewhere(one.about, device, now)}
+            others = {
+                failure.about
+                for other, other_failures in recent.items()
+                if other != device
+                for failure in other_failures
+            }
+            working = {
+                failure.about for failure in failed if self._works_elsewhere(failure.about, device, now)
+            }
             # A program that fails on other devices too, and works on none, is itself at fault.
-            counted = [one for one in failed if one.about in working or one.about not in others]
-            names = list(dict.fromkeys(one.about for one in reversed(counted)))
+            counted = [
+                failure for failure in failed if failure.about in working or failure.about not in others
+            ]
+            names = list(dict.fromkeys(failure.about for failure in reversed(counted)))
             if len(counted) >= self._rules.times and (working or len(names) > 1):
                 named = tuple(name for _, name in names[:MOST_NAMED])
                 yield FailingGpu(device, len(counted), named, counted[0].at, counted[-1].at)

@@ -317,20 +317,23 @@ class FleetControl:
             for (node, path), disk in before.items()
             if node in nodes_left and (node not in nodes_measured or now - disk.at <= GONE_SECONDS)
         }
-        measured_now = {(one.node, one.path): one for one in follow_disks(before, self._rules.disk, fresh)}
+        measured_now = {
+            (standing.node, standing.path): standing
+            for standing in follow_disks(before, self._rules.disk, fresh)
+        }
         self._disks |= measured_now
         for node, sample in fresh:
             for paths in paths_by_disk(sample.disks):
-                known_before = [before[key] for path in paths if (key := (node.name, path)) in before]
-                level_before = max((one.level for one in known_before), default=DiskLevel.ROOMY)
-                one = measured_now[node.name, paths[0]]
-                if one.level > level_before:
-                    about = {"value": one.used_share, "threshold": one.threshold}
-                    place = {"path": ", ".join(paths), "level": one.level.name.lower()}
-                    yield Notice("fleet.DISK_SPACE_LOW", one.node, about | place)
+                standings_before = [before[key] for path in paths if (key := (node.name, path)) in before]
+                level_before = max((standing.level for standing in standings_before), default=DiskLevel.ROOMY)
+                standing = measured_now[node.name, paths[0]]
+                if standing.level > level_before:
+                    about = {"value": standing.used_share, "threshold": standing.threshold}
+                    place = {"path": ", ".join(paths), "level": standing.level.name.lower()}
+                    yield Notice("fleet.DISK_SPACE_LOW", standing.node, about | place)
 
     def _full_disks(self) -> dict[NodeName, str]:
-        full_disks = [one for one in self._disks.values() if one.level is DiskLevel.BLOCK]
+        full_disks = [disk for disk in self._disks.values() if disk.level is DiskLevel.BLOCK]
         return {
             disk.node: f"{disk.path} ({disk.used_share:.0%} used, {disk.threshold:.0%} allowed)"
             for disk in sorted(full_disks, key=lambda disk: disk.used_share)

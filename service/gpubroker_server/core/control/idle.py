@@ -39,12 +39,12 @@ def follow(
     moment says nothing about the work."""
     after: dict[str, Idle] = {}
     for reading in readings:
-        known = before.get(reading.name)
+        idle_before = before.get(reading.name)
         if reading.utilization is None:
-            if known is not None:
-                after[reading.name] = known
+            if idle_before is not None:
+                after[reading.name] = idle_before
         elif reading.fills_itself or reading.utilization < rules.below:
-            since = now if known is None else min(known.since, now)
+            since = now if idle_before is None else min(idle_before.since, now)
             utilization = 0.0 if reading.fills_itself else reading.utilization
             after[reading.name] = Idle(reading.name, utilization, since)
     return after

@@ -60,7 +60,8 @@ class TemplateSeen(NamedTuple):
     running: int = 0
     waiting: int = 0
     number: int = 0
-    """The number of the template's next task in this term. All gateways choose the same key for it."""
+    """The number of the template's next task in this term. All gateways derive the same idempotency key from
+    it."""
     missing: int = 0
     """The number of tasks that are to be submitted now, with this number and the following ones."""
     paused_until: Instant | None = None
@@ -76,7 +77,7 @@ class Pause(NamedTuple):
 
 def seats(world: World, idle: Iterable[str], templates: Sequence[Template]) -> list[Seat]:
     """Return the seats on these devices (by key) and nodes (by name), in the order of nodes."""
-    found = []
+    all_seats = []
     for name in idle:
         ledger = world.ledgers.get(DeviceKey(name))
         node = world.nodes.get(NodeName(name) if ledger is None else ledger.device.node)
@@ -91,8 +92,8 @@ def seats(world: World, idle: Iterable[str], templates: Sequence[Template]) -> l
             takers = [template for template in templates if 0 < _need_mb(template, ledger.device) <= room_mb]
         takers = [template for template in takers if may_use_node(template.demand, node)]
         if takers:
-            found.append(Seat(name, node.name, tuple(takers)))
-    return sorted(found, key=attrgetter("node", "name"))
+            all_seats.append(Seat(name, node.name, tuple(takers)))
+    return sorted(all_seats, key=attrgetter("node", "name"))
 
 
 def _need_mb(template: Template, device: Device) -> int:
@@ -114,7 +115,7 @@ def missing(
     least, as far as its `max_running` allows. Templates with waiting tasks go first. So several seats are
     shared by weight at each moment, and a single seat is shared over time.
     """
-    held, to_come, more = Counter(alive), Counter(waiting), Counter[str]()
+    held_tasks, to_come, more = Counter(alive), Counter(waiting), Counter[str]()
 
     may_come: dict[str, int] = {}
 
@@ -126,7 +127,7 @@ def missing(
         return number > 0
 
     def cost(template: Template) -> tuple[bool, float, str]:
-        used = (held[template.name] + 1) * template.seats + used_seconds.get(template.name, 0.0)
+        used = (held_tasks[template.name] + 1) * template.seats + used_seconds.get(template.name, 0.0)
         return not to_come[template.name], used / template.weight, template.name
 
     for _, group in groupby(open_seats, attrgetter("node")):
@@ -139,7 +140,7 @@ def missing(
                 to_come[chosen.name] -= 1
             else:
                 more[chosen.name] += 1
-                held[chosen.name] += 1
+                held_tasks[chosen.name] += 1
     return more
 
 

@@ -31,9 +31,9 @@ class LogWatch:
         """The growth as of the last look; None before the first look."""
 
     def look(self, size_bytes: int, now: Instant) -> None:
-        known = self.seen
-        if known is None or size_bytes < known.size_bytes:
+        last_growth = self.seen
+        if last_growth is None or size_bytes < last_growth.size_bytes:
             self.seen = LogGrowth(size_bytes, 0, now)
-        elif size_bytes > known.size_bytes:
-            grown_bytes = known.grown_bytes + size_bytes - known.size_bytes
-            self.seen = LogGrowth(size_bytes, grown_bytes, known.since)
+        elif size_bytes > last_growth.size_bytes:
+            grown_bytes = last_growth.grown_bytes + size_bytes - last_growth.size_bytes
+            self.seen = LogGrowth(size_bytes, grown_bytes, last_growth.since)

@@ -157,9 +157,9 @@ def node_preference_rank(demand: Demand, node: Node) -> int:
     return len(_unmet(demand.where.prefer_nodes, node)) if demand.where.prefer_nodes else 0
 
 
-def _unmet(wanted: Labels, node: Node) -> list[str]:
+def _unmet(labels: Labels, node: Node) -> list[str]:
     node_labels = {**dict(node.labels), "node": node.name}
-    return [label for label, values in wanted if node_labels.get(label) not in values]
+    return [label for label, values in labels if node_labels.get(label) not in values]
 
 
 class NodeUpperBound(NamedTuple):

@@ -108,8 +108,9 @@ class Proof(StrEnum):
 
 
 class Lease(Struct, frozen=True):
-    """A holder's right to `mb` MiB of one device. Identity: (holder_kind, holder, fence, rank, device).
-    `priority` and `tenant` are the holder's, so that a device's ledger needs no look-up of it."""
+    """A holder's right to `mb` MiB of one device. A lease is identified by (holder_kind, holder, fence, rank,
+    device). `priority` and `tenant` are copied from the holder, so that a device's ledger need not look up
+    the holder."""
 
     holder_kind: HolderKind
     holder: str
@@ -183,7 +184,8 @@ class PledgeEnd(StrEnum):
 
 
 class Pledge(Struct, frozen=True):
-    """MiB of one device that are being freed for one waiting preemptor. Identity: (preemptor, device).
+    """MiB of one device that are being freed for one waiting preemptor. A pledge is identified by (preemptor,
+    device).
 
     CPU, host memory, a run slot and custom resources of the node are kept with the pledge. A preemptor
     without GPUs has a pledge of 0 MiB of the node itself (`node_key`).

@@ -124,11 +124,11 @@ def gpus_fault(server: str, seen: Collection[str], gpus: int) -> str:
         return ""
     named = sorted(seen)[:MOST_GPUS_NAMED]
     more = f" and {len(seen) - len(named)} more" if len(seen) > len(named) else ""
-    found = f"server {server} sees {len(seen)} GPU{'s' * (len(seen) > 1)} ({', '.join(named)}{more})"
+    gpus_seen = f"server {server} sees {len(seen)} GPU{'s' * (len(seen) > 1)} ({', '.join(named)}{more})"
     if gpus > len(seen):
-        return f"{found}, and the model's settings say gpus: {gpus}; lower that, or give the server more"
+        return f"{gpus_seen}, and the model's settings say gpus: {gpus}; lower that, or give the server more"
     return (
-        f"{found}, and Triton loads a model on each of them, but its lease would be on {gpus}: start one "
+        f"{gpus_seen}, and Triton loads a model on each of them, but its lease would be on {gpus}: start one "
         f"server for each GPU, with its UUID in CUDA_VISIBLE_DEVICES and in devices of its settings; for a "
         f"model that is spread over all of them set its gpus: {len(seen)}"
     )

@@ -1,4 +1,5 @@
-"""The resources of a node besides its devices: those that its runs use, and those that are left."""
+"""The resources of a node besides its devices: the amounts that its runs use, and the amounts that are
+left."""
 
 from typing import NamedTuple
 

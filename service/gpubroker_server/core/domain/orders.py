@@ -126,7 +126,7 @@ class StackOrder(_RunOrder, frozen=True):
 
 
 class ForgetOrder(_RunOrder, frozen=True):
-    """The outcome of this run is durable: the agent may drop what it keeps of it."""
+    """Drop everything that the agent keeps about the run, because the outcome of the run is durable."""
 
     rank: int = 0
 

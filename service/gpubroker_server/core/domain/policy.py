@@ -159,8 +159,8 @@ class Policy(Struct, frozen=True, dict=True):
     """The number of preemptions after which a task is shielded until its next checkpoint or `shield_seconds`
     of running. Critical tasks ignore the shield."""
     shield_seconds: NonNegativeSeconds = Seconds(600.0)
-    """The shield time of a task whose preemption budget is spent. For the same time a task that was admitted
-    ahead of others by age is not preempted by tasks of its band."""
+    """The running time for which a task whose preemption budget is spent is shielded. For the same time, a
+    task that was admitted ahead of others by age is not preempted by tasks of its band."""
     pledge_patience_seconds: PositiveSeconds = Seconds(600.0)
     """The time after its victims' deadline for which a pledge is kept, unless its task finds another way."""
     kill_patience_seconds: PositiveSeconds = Seconds(10.0)
@@ -190,8 +190,8 @@ class Policy(Struct, frozen=True, dict=True):
     overuse_tolerance: Annotated[float, Meta(ge=0, le=10)] = 0.05
     """The share of its lease by which a run may exceed it."""
     forecasts: Annotated[int, Meta(ge=0, le=1000)] = 8
-    """The number of tasks, first in order among those that wait for room, that get a start forecast, which no
-    task behind them may delay."""
+    """The number of tasks that get a start forecast: the first in order of the tasks that wait for room. No
+    task behind them may delay their forecast start."""
     backfill_depth: Annotated[int, Meta(ge=1)] = 64
     """The number of tasks, refused because of forecasts, after which a cycle tries no more of them."""
     consolidation: Annotated[int, Meta(ge=0, le=10_000)] = 0

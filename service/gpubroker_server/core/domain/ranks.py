@@ -254,5 +254,5 @@ def gpus_of(task: Task) -> int:
 
 
 def needs_gpus(demand: Demand) -> bool:
-    """True if the demand, or that of a rank of a gang, has GPUs."""
+    """Return True if the demand, or the demand of a rank of a gang, has GPUs."""
     return demand.gpus > 0 or any(bundle.gpus for bundle in demand.bundles)

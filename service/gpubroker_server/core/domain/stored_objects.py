@@ -51,7 +51,8 @@ class Quota(NamedTuple):
     while it blocks other writes."""
 
     def has_room(self, counted: Counted, upload: StoredObject, coming_bytes: int = 0) -> bool:
-        """Return True if there is room for one more object, beside `counted` and uploads under way."""
+        """Return True if there is room for one more object, beside `counted` and `coming_bytes` of uploads
+        under way."""
         fits = counted.size_bytes + coming_bytes + upload.counted_bytes <= self.most_bytes
         return fits and counted.objects < self.most_objects
 

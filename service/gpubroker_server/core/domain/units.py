@@ -63,8 +63,9 @@ def release_numbers(release: str) -> tuple[int, ...]:
 
 
 def in_gib(mb: float, *beside: float) -> str:
-    """Return the text for a number of MiB, as GiB with one decimal: 18432 -> '18.0 GiB'. `beside`: sizes that
-    the reader compares it with; where one that differs would read the same, it stays in MiB."""
+    """Return the text for a number of MiB, as GiB with one decimal: 18432 -> '18.0 GiB'. `beside` has sizes
+    in MiB with which the reader compares it. If a different one of them would have the same text, the number
+    stays in MiB."""
     text = f"{mb / 1024:.1f} GiB"
     looks_equal = any(other != mb and f"{other / 1024:.1f} GiB" == text for other in beside)
     return f"{mb:.0f} MiB" if looks_equal else text

@@ -47,8 +47,8 @@ class Advice(Struct, frozen=True):
     that is unknown are left out."""
     expected_ends: ExpectedEnds
 
-    def message(self, found: Explanation) -> str:
-        """Return a text about what would become of the task if it were submitted now. `found` explains what
+    def message(self, explanation: Explanation) -> str:
+        """Return a text about what would become of the task if it were submitted now. `explanation` says what
         the task would wait for."""
         places, eviction = self.way.places, self.way.eviction
         if self.verdict == "starts" and places is not None:
@@ -57,8 +57,10 @@ class Advice(Struct, frozen=True):
             )
         if self.verdict == "preempts" and eviction is not None:
             victims = self.preemption.message
-            return f"{victims}, and the task would start on {eviction.node}; until then: {found.message}"
-        return found.message
+            return (
+                f"{victims}, and the task would start on {eviction.node}; until then: {explanation.message}"
+            )
+        return explanation.message
 
 
 def advise(diagnosis: Diagnosis, highest_priority: int = 100) -> Advice:

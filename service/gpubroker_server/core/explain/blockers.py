@@ -316,8 +316,8 @@ def is_short(quota: Quota) -> bool:
 
 
 def quota_text(quota: Quota) -> str:
-    """Return a text about the MiB that the task counts against its tenant's quota, and those that the tenant
-    may still take."""
+    """Return a text about the MiB that the task counts against its tenant's quota, and the MiB that the
+    tenant may still take."""
     counts, left = quota.counts_mb, quota.left_mb
     guaranteed, used = quota.guaranteed_mb, quota.used_mb
     borrows = f" and borrows from cohort {quota.cohort}" if quota.cohort else ""
@@ -366,8 +366,8 @@ def inference_blockers(world: World, task: Task, policy: Policy) -> list[tuple[R
         return [(Reason.BACKEND_UNAVAILABLE, "no Triton server is configured; set triton.servers")]
     servers = servers_of(world, policy, model)
     if not servers:
-        held = holders(world, policy, model)
-        does = _MODEL_STATES[held[0].state] if held else _NOT_LOADED
+        model_holders = holders(world, policy, model)
+        does = _MODEL_STATES[model_holders[0].state] if model_holders else _NOT_LOADED
         return [(Reason.MODEL_LOADING, f"model {model} is not in memory: {does}")]
     if len(world.models.asking(model)) >= serving.at_once:
         message = f"model {model} is answering {serving.at_once} inferences, the most at once"

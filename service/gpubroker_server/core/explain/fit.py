@@ -224,8 +224,8 @@ def _why(survey: Survey) -> Blocker:
 
 
 def _joined(displacement: Displaced, before: Displaced | None) -> Displaced:
-    """Return one displacement for two of the same run: a gang that has given up ranks may give up more for
-    the next task, or stop."""
+    """Return a displacement of a run combined with the earlier one, if any. A gang that has given up ranks
+    may give up more ranks for the next task, or stop."""
     if before is None:
         return displacement
     ranks = (

@@ -47,8 +47,10 @@ def remedies(
     is_deferred = planner.is_deferred
     if not isinstance(now, Wait):
         highest_priority = 0  # the task starts without a higher priority
-    found = iter([_release(planner)]) if is_deferred else _others(planner, expected_ends, highest_priority)
-    return tuple(remedy for remedy in found if remedy is not None)
+    candidates = (
+        iter([_release(planner)]) if is_deferred else _others(planner, expected_ends, highest_priority)
+    )
+    return tuple(remedy for remedy in candidates if remedy is not None)
 
 
 def _others(

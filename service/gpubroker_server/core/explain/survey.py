@@ -106,8 +106,8 @@ def survey_nodes(
     """Return the findings about every node for this task, without changing anything. The cost grows with the
     number of devices."""
     nodes = (draft.world.nodes[name] for name in sorted(draft.world.nodes))
-    found = tuple(_judge(draft, task, policy, now, node) for node in nodes)
-    return Survey(task, draft, policy, now, found, tuple(forecasts), known)
+    findings = tuple(_judge(draft, task, policy, now, node) for node in nodes)
+    return Survey(task, draft, policy, now, findings, tuple(forecasts), known)
 
 
 def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -> NodeFinding:

@@ -89,7 +89,7 @@ class WhatIf:
         if self._is_held_back(task) or self.view.draft.short_of(task, self.view.policy.custom_limits):
             return None
         on = self.view.places.on
-        table = {node: found for node in nodes if (found := on(node, task)) is not None}
+        table = {node: placement for node in nodes if (placement := on(node, task)) is not None}
         if not table:
             return None
         return self._to_its_depth(task, lambda: beside_reservations(task, self.view, table), _nodes_of)

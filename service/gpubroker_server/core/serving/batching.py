@@ -118,7 +118,7 @@ def packed(message: InferenceRequest | InferenceResponse) -> bytes:
         "id": message.id,
         "version": message.version,
         "parameters": dict(message.parameters),
-        "tensors": [_row_of(one) for one in tensors],
+        "tensors": [_row_of(each_tensor) for each_tensor in tensors],
     }
     if isinstance(message, InferenceRequest):
         head["outputs"] = list(message.outputs)

@@ -80,8 +80,8 @@ class SlotShares:
     def _used(self, model: str, claim: Claim) -> int:
         """Return the most slots that the gateway may be using: the maximum of its claim, of the shares on
         which it may still act, and of one."""
-        given = (shares.get(model, {}).get(claim.gateway, 1) for _, shares in self._given)
-        return max(1, claim.holds.get(model, 1), *given)
+        shares_given = (shares.get(model, {}).get(claim.gateway, 1) for _, shares in self._given)
+        return max(1, claim.holds.get(model, 1), *shares_given)
 
 
 def goal_shares(slots: int, wants: Mapping[str, int]) -> Shares:
@@ -95,7 +95,7 @@ def goal_shares(slots: int, wants: Mapping[str, int]) -> Shares:
 
 
 def _split(amount: int, weights: Mapping[str, int]) -> Shares:
-    """Divide the amount by largest remainders. All of it is divided if any weight is above 0."""
+    """Divide the amount by largest remainders. The whole amount is divided if any weight is above 0."""
     total = max(1, sum(weights.values()))
     shares = {gateway: amount * weight // total for gateway, weight in weights.items()}
     remaining = amount - sum(shares.values())

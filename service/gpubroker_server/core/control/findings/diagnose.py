@@ -80,7 +80,7 @@ class FleetKnown(NamedTuple):
 def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant) -> Iterator[Finding]:
     """Yield the findings about the whole fleet, in no particular order."""
     period = policy.sample_period_seconds
-    samples = [seen for seen in world.node_samples.values() if not seen.is_stale(now, period)]
+    samples = [sample for sample in world.node_samples.values() if not sample.is_stale(now, period)]
     agents: Mapping[str, Mapping[str, Any]] = known.executor.get("agents") or {}
     of_parts: Iterable[Iterator[Finding]] = (
         no_leader(known.has_leader, known.led_until),

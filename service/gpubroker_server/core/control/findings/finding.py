@@ -36,7 +36,7 @@ class Finding(Diagnosis, frozen=True):
 
     @property
     def about(self) -> tuple[str, str]:
-        """Return (kind, subject), by which a finding is recognized again."""
+        """The kind and the subject, by which a finding is recognized again."""
         return self.kind, self.subject
 
 
