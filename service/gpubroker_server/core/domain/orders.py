@@ -143,11 +143,12 @@ class RunReport(Struct, frozen=True):
 class Ending(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
-    """User code raised, or its return value cannot be stored. Uses up a retry."""
+    """User code raised an exception, or its return value cannot be stored. This uses up a retry."""
     STOPPED = "stopped"
     """The run ended because of a stop notice."""
     LOST = "lost"
-    """The process ended without a report. Uses up a retry unless it was to stop or its node is gone."""
+    """The process ended without a report. This uses up a retry unless the run was asked to stop or its node
+    is gone."""
     NEVER_STARTED = "never_started"
     """The agent refused the order, or does not know the run that it was asked about."""
 

@@ -290,20 +290,22 @@ class AdmittedTask(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """A client's request about an existing task. A gateway inserts the request; only the leader carries it
-    out.
+    """A client's request to the leader, about an existing task or about something that the leader controls. A
+    gateway inserts the request; only the leader carries it out.
 
-    `what` and its fields:
+    `what` names the action. The actions, with their `fields`, are:
 
-    - of a task: cancel (grace_seconds or none), change (priority, held, times), stack (rank) - of an external
-    holder, also: renew (ttl_seconds or none), release (by) - of a model, also: want (priority, uses), pin
-    (pinned, by) - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no
-    task; cordon, uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in
-    `task` - of operators for no task: pause and unpause (queue, by, reason); disk, and clean (by, dry_run),
-    of a node, whose name is in `task` - of a worker set, whose id is in `task`: form (its fields), scale
-    (what is given of least, most and count), signal (value) - of a work stream, whose name is in `task`:
-    stream (curriculum or none, by, reason), stream_signal (progress, progress_at, data_age_seconds, quality:
-    each or none)
+    - on a task: cancel (grace_seconds or none), change (priority, held, times), stack (rank)
+    - on an external holder, also: renew (ttl_seconds or none), release (by)
+    - on a model, also: want (priority, uses), pin (pinned, by)
+    - of operators, on a holder: attest (leases, by, reason)
+    - of operators, on a node, whose name is in `task`: cordon and uncordon (by, reason), drain (by, reason,
+      deadline_seconds or none), disk and clean (by, dry_run)
+    - of operators, on no task: resume (nodes, by, reason), pause and unpause (queue, by, reason)
+    - on a worker set, whose id is in `task`: form (the fields of the set), scale (those given of least, most
+      and count), signal (value)
+    - on a work stream, whose name is in `task`: stream (curriculum or none, by, reason), stream_signal
+      (progress, progress_at, data_age_seconds and quality; each or none)
     """
 
     id: str

@@ -127,9 +127,9 @@ class StopReason(StrEnum):
     DEADLINE = "deadline"
     OVERUSE = "overuse"
     RANK_FAILED = "rank_failed"
-    """One rank of the gang failed, so the others are stopped. Uses up a retry."""
+    """One rank of the gang failed, so the others are stopped. This uses up a retry."""
     RANK_LOST = "rank_lost"
-    """One rank never started, or was lost with its node or agent. Uses up no retry."""
+    """One rank never started, or was lost with its node or agent. This uses up no retry."""
     START_TIMEOUT = "start_timeout"
     MOVE = "move"
     """The run moves to another device, where room is pledged to it, so that another task fits here. The task

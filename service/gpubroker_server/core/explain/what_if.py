@@ -196,8 +196,9 @@ def places_text(draft: Draft, places: Gang) -> str:
 
 
 class _LazyShares:
-    """Places in the queue now, by shares of the tenants that are computed at the first question. Refers to no
-    `WhatIf`: a cycle of references would wait for the garbage collector, and an answer takes megabytes."""
+    """Places in the queue now, by shares of the tenants that are computed at the first question. The object
+    refers to no `WhatIf`, because a cycle of references would wait for the garbage collector, and an answer
+    takes megabytes."""
 
     def __init__(self, draft: Draft, policy: Policy, now: Instant) -> None:
         self._world = draft.world
