@@ -60,7 +60,7 @@ def _counted(demand: Demand, pool: Pool, share_of: ShareOf) -> Demand:
 
 
 def largest_share(demand: Demand, devices: Iterable[Device]) -> float:
-    """Return the share of a GPU that each GPU of the demand takes, at most over these devices; 1 for whole
+    """Return the largest share of one of these devices that each GPU of the demand would take; 1 for whole
     devices, and if the demand may use none of the devices."""
     if not demand.gpus or demand.takes_whole_devices:
         return 1.0

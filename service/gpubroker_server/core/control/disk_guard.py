@@ -193,8 +193,8 @@ def choose(
     old_seconds: Seconds,
     why_left: Callable[[FileSeen], str],
 ) -> Cleaning:
-    """Return the files to delete so that `needed_bytes` are free: ordered by class, and within a class the
-    oldest first.
+    """Return the files whose deletion frees `needed_bytes`, ordered by class, and within a class the oldest
+    first.
 
     `why_left` looks at a file itself, for example whether it is open, and returns the reason for which it
     stays; empty if it may be deleted. `live_checkpoints` has the whole paths from which unfinished tasks
