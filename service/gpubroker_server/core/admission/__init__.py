@@ -1,1 +1,1 @@
-"""The way from a submission to a task or its refusals: one pure pass, for every kind of submitter."""
+"""Admission turns a submission into a task or its refusals, in one pure pass for every kind of submitter."""

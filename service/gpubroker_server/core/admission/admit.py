@@ -1,4 +1,4 @@
-"""Admission: from a submission to a task or its refusals, in one pass, for every kind of submitter."""
+"""Turn a submission into a task or its refusals, in one pass for every kind of submitter."""
 
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
@@ -47,7 +47,7 @@ from gpubroker_server.core.domain.task import RetryOn, Task
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 
 SHARED_BELOW_CPU: Final = 1.0
-"""An entrypoint that asks for less than one CPU, and for no GPU and no env, may share a warm process."""
+"""The number of CPUs below which an entrypoint may share a warm process, if it asks for no GPU and no env."""
 WORKER_RETRIES: Final = 10
 """The number of times in a row that a worker of an array is started again after it ended before its first
 report."""
@@ -56,17 +56,17 @@ _AGENTLESS: Final = frozenset({EXTERNAL_KIND, MODEL_KIND, INFERENCE_KIND})
 
 
 class AdmissionPolicy(Struct, frozen=True):
-    """The permissions of the operator, and the defaults for fields that a submission leaves out."""
+    """The operator's permissions, and the defaults for fields that a submission leaves out."""
 
     permissions: Permissions
     defaults: Defaults
 
 
 def admit(submission: Submission, facts: Facts, policy: AdmissionPolicy) -> AdmittedTask | Refused:
-    """Return the new task, or why it is refused.
+    """Return the new task, or the refusal of the submission.
 
-    Everything that is invalid is reported together; then comes what the token or the operator does not allow,
-    then what could never be satisfied here.
+    All invalid fields are reported together. If there are none, the permissions of the token and the operator
+    are checked, and then whether the demand could ever be satisfied here.
     """
     faults: list[Refusal] = []
     timing = UNTIMED
@@ -85,36 +85,37 @@ def admit(submission: Submission, facts: Facts, policy: AdmissionPolicy) -> Admi
 
 
 def with_run(new: AdmittedTask, spec: RunSpec) -> AdmittedTask:
-    """Return an admitted task that runs something else: the same with its arguments, for example."""
+    """Return the admitted task with another run specification, for example with its arguments added."""
     return replace(new, task=replace(new.task, queued_bytes=bytes_of(spec)), spec=spec)
 
 
 def like(first: AdmittedTask, id: TaskId, spec: RunSpec) -> AdmittedTask:
-    """Return a task that differs from an admitted one in its id and in what it runs only: all other work is
-    shared. The caller must have checked that the run is allowed; see
+    """Return a task that differs from an admitted one only in its id and its run specification, so that
+    admission is not repeated. The caller must have checked that the run is allowed; see
     `Permissions.check_run`."""
     return AdmittedTask(replace(first.task, id=id, queued_bytes=bytes_of(spec)), spec, like=first)
 
 
 def like_with(first: AdmittedTask, id: TaskId, arguments: bytes) -> AdmittedTask:
-    """Return a task that differs from an admitted one in its id and its arguments only. Thousands of a batch
-    do, so what else they keep is not counted again. The first one must have its arguments in its
-    specification, and neither may name objects."""
+    """Return a task that differs from an admitted one only in its id and its arguments. Batches have
+    thousands of such tasks, so the other bytes that they keep are not counted again. The first task must have
+    its arguments in its specification, and neither may name objects."""
     queued_bytes = first.task.queued_bytes + len(arguments) - len(first.spec.arguments)
     task = replace(first.task, id=id, queued_bytes=queued_bytes)
     return AdmittedTask(task, replace(first.spec, arguments=arguments), like=first)
 
 
 def no_such(noun: str, name: str, known: Collection[str]) -> str:
-    """Return the text that there is no `noun` of this name, with the name that may be meant."""
+    """Return the text that says that there is no `noun` of this name, and which name may be meant."""
     suggestion = did_you_mean(name, known, otherwise=f"there are: {', '.join(sorted(known)) or 'none'}")
     return f'there is no {noun} "{name[:100]}"; {suggestion}'
 
 
 def _unknown_names(submission: Submission, facts: Facts, policy: AdmissionPolicy) -> Iterator[Refusal]:
-    """Yield a refusal for each name of a stream, a profile or a task that its tenant does not have.
+    """Yield a refusal for each stream or profile that does not exist, and for each dependency that the tenant
+    does not have.
 
-    Whether a dependency has ended is not checked: the leader does that when the new task is committed.
+    Whether a dependency has ended is not checked here. The leader checks it when the new task is committed.
     """
     stream, profile, profiles = submission.stream, submission.spec.profile, policy.defaults.profiles
     if stream and stream not in facts.streams:
@@ -123,8 +124,8 @@ def _unknown_names(submission: Submission, facts: Facts, policy: AdmissionPolicy
         yield Refusal("unknown", no_such("profile", profile, profiles), "/profile")
     named: list[TaskId] = []
     for index, dependency in enumerate(submission.after):
-        id, found = dependency.task, facts.dependencies.get(dependency.task)
-        if found is None or found.tenant != submission.tenant:
+        id, state = dependency.task, facts.dependencies.get(dependency.task)
+        if state is None or state.tenant != submission.tenant:
             detail = f'there is no task "{id}"; GET /tasks lists yours'
             yield Refusal("unknown-task", detail, f"/after/{index}/task")
         elif id in named:
@@ -142,7 +143,7 @@ def _new_task(
     if isinstance(submission.demand, Demand):
         demand = submission.demand
     else:
-        found = settled_demand(
+        settled = settled_demand(
             submission.demand,
             usual,
             policy.defaults.cpu,
@@ -152,9 +153,9 @@ def _new_task(
             spec.labels,
             policy.permissions.policy,
         )
-        if isinstance(found, Refusal):
-            return refused_at(_demand_at(spec), found)
-        demand, size = found
+        if isinstance(settled, Refusal):
+            return refused_at(_demand_at(spec), settled)
+        demand, size = settled
     if size is not None:
         spec = replace(spec, sizing=size)
     if usual.max_concurrency is not None and spec.max_concurrency is None:
@@ -172,17 +173,17 @@ def _task_of(
     subject: str,
     facts: Facts,
 ) -> Task:
-    """Return the task. This is the only place where a new one is made."""
+    """Return the new task. All new tasks are made here."""
     retries, timeout, held = limits.max_retries, limits.timeout_seconds, submission.held
     expires_at, retry_on = timing.expires_at, submission.retry_on
     holder: Holder = holder_of(demand) if submission.holder is None else submission.holder
     if spec.items is not None:
         retries, retry_on, holder = WORKER_RETRIES, tuple(RetryOn), WorkerSeat(spec.items.id)
     elif spec.seat is not None:
-        # It stays until its set is ended, and is held until the leader has the row of the set.
+        # The worker stays until its set is ended, and is held until the leader has the row of the set.
         timeout, held = None, True
     elif isinstance(holder, Model) and holder.model:
-        # A server's base cost, which has no model, is wanted for as long as the server is there.
+        # A server's base cost, whose holder names no model, is wanted for as long as the server exists.
         expires_at = Instant(facts.now + holder.wanted_seconds)
     return Task(
         id=facts.id,
@@ -214,15 +215,16 @@ def _task_of(
 
 
 def _is_shareable(spec: RunSpec, demand: Demand) -> bool:
-    """True if a small task may run in a process that it shares. A limit on host memory, variables, and a
-    directory need a process of its own."""
+    """Return True if a small task may run in a shared process. A limit on host memory, environment variables
+    or a directory need a process of their own."""
     if spec.kind != "entrypoint" or spec.env or spec.is_told_more or spec.upload or spec.outputs:
         return False
     return demand.gpus == 0 and demand.memory_mb == 0 and not demand.bundles
 
 
 def _subject_of(submission: Submission) -> str:
-    """Return what runs like this one are known by."""
+    """Return the name under which sizes and run times of such runs are learned; empty if nothing is
+    learned."""
     spec = submission.spec
     return "" if spec.kind in _AGENTLESS else spec.model_type or submission.name or spec.entrypoint
 
@@ -235,8 +237,8 @@ def _limits_of(
     timeout, grace = submission.timeout_seconds, submission.grace_seconds
     kind = submission.spec.kind
     if priority is None:
-        given = defaults.priority if usual.priority is None else usual.priority
-        priority = policy.permissions.default_priority(sender, given, submission.tenant)
+        usual_priority = defaults.priority if usual.priority is None else usual.priority
+        priority = policy.permissions.default_priority(sender, usual_priority, submission.tenant)
     if grace is None:
         grace = 0.0 if kind == INFERENCE_KIND else defaults.grace_seconds
     if kind not in (EXTERNAL_KIND, MODEL_KIND) and not isinstance(submission.demand, Demand):
@@ -250,8 +252,8 @@ def _limits_of(
 def _not_allowed(
     submission: Submission, new: AdmittedTask, facts: Facts, policy: AdmissionPolicy
 ) -> Refused | None:
-    """Return the refusal of what the token or the operator does not allow, and of what the tenant does not
-    have."""
+    """Return the refusal if the token or the operator does not allow the task, or if the tenant lacks an
+    object or a secret that the task names; otherwise None."""
     sender, spec, permissions = facts.sender, new.spec, policy.permissions
     if sender is None:
         return None
@@ -286,12 +288,13 @@ def _not_allowed(
 def _impossible(
     submission: Submission, new: AdmittedTask, facts: Facts, policy: AdmissionPolicy
 ) -> Refused | None:
-    """Return the refusal of a task that could never run here, or that may run for too long."""
+    """Return the refusal of a task that could never run here, or whose times or retries exceed the maximum;
+    otherwise None."""
     task, spec, limits = new.task, new.spec, policy.permissions.policy
     demand = task.demand
     if not _is_there(task, held=submission.held):
         refusal = facts.fleet.refusal(demand)
-        # A model is loaded where its server is, and no autoscaler adds to that.
+        # A model is loaded on its server's node, to which no autoscaler adds devices.
         if (
             refusal is not None
             and not isinstance(task.holder, Model)
@@ -313,8 +316,8 @@ def _impossible(
 
 
 def _is_there(task: Task, *, held: bool) -> bool:
-    """True if the task needs no room: a model holds what an inference needs, and one that is in memory when
-    its server is adopted is where it is."""
+    """Return True if the task needs no new room. An inference uses the memory of its model, and a held model
+    was already in memory when its server was adopted."""
     match task.holder:
         case Run() | Gang() | WorkerSeat() | External():
             return False
@@ -327,18 +330,20 @@ def _is_there(task: Task, *, held: bool) -> bool:
 
 
 def _demand_at(spec: RunSpec) -> str:
-    """Return where a body has its resources: a lease and an inference have no field for them."""
+    """Return the pointer to the resources in a body; empty for leases, models and inferences, which have no
+    field for them."""
     return "" if spec.kind in _AGENTLESS else "/resources"
 
 
 def unknown_objects(missing: Mapping[str, str], object_seconds: float) -> Iterator[Refusal]:
-    """Yield a refusal for each of the first objects that the tenant does not have. `missing`: id by place."""
+    """Yield a refusal for each object that the tenant does not have, up to a maximum number. `missing` maps
+    the pointer to the object in the body to its id."""
     for pointer, id in islice(missing.items(), _MOST_NAMED):
         yield Refusal("unknown-object", unknown_object(id, object_seconds), pointer)
 
 
 def unknown_object(id: str, object_seconds: float) -> str:
-    """Return the text that the tenant has no object of this id."""
+    """Return the text that says that the tenant has no object with this id."""
     return (
         f'you have no object "{id[:100]}"; objects are kept for {object_seconds:g} seconds after their last '
         "use: upload it with POST /objects"

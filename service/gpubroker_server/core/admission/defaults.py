@@ -1,4 +1,4 @@
-"""Defaults for fields that a submission leaves out: the operator's, by model type and by profile."""
+"""The operator's defaults for fields that a submission leaves out, by model type and by profile."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -14,18 +14,19 @@ from gpubroker_server.core.domain.setting_marks import ELSEWHERE
 
 LEARNED = "learned"
 GpuSize = int | Literal["learned"]
-"""MiB of each device, or the word for what earlier runs used."""
+"""The MiB of each device, or `learned` for the memory that earlier runs used."""
 
 
 class NamedDefaults(ShownProfile, frozen=True):
-    """The defaults that a model type or a profile brings. None: the default of all tasks."""
+    """The defaults of a model type or a profile. A field that is None has the default of all tasks."""
 
     name: Annotated[str, ELSEWHERE] = ""
     gpus: Annotated[int | None, ELSEWHERE] = None
     max_concurrency: Annotated[int | None, ELSEWHERE] = None
 
     def over(self, other: "NamedDefaults") -> "NamedDefaults":
-        """Return these, and the other ones where these say nothing. Without GPUs there is no size of one."""
+        """Return these defaults, completed by `other` for fields that are None. With 0 GPUs the size of a GPU
+        is not taken from `other`."""
         if self.gpus == 0:
             other = replace(other, gpu_mb=None)
         own = {
@@ -35,13 +36,13 @@ class NamedDefaults(ShownProfile, frozen=True):
 
 
 class Profile(NamedDefaults, frozen=True):
-    """The defaults of a role that tasks name."""
+    """The defaults of a profile that submissions name."""
 
     gpus: Count | None = None
     max_concurrency: Annotated[int, Meta(ge=1)] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a size of GPUs without GPUs. Raises ValueError."""
+        """Refuse a GPU size with 0 GPUs. Raises ValueError."""
         if self.gpus == 0 and self.gpu_mb is not None:
             raise ValueError(f"gpus is 0 and gpu_mb is {self.gpu_mb}; leave one of them out")
 
@@ -58,11 +59,11 @@ class Defaults(TaskDefaults, frozen=True):
     profiles: Annotated[Mapping[str, NamedDefaults], ELSEWHERE] = field(default_factory=dict)
 
     def named(self, model_type: str, profile: str = "") -> NamedDefaults:
-        """Return the defaults of a profile, over those of a model type."""
+        """Return the defaults of the profile, completed by those of the model type."""
         usual = self.model_types.get(model_type, _NO_DEFAULTS) if model_type else _NO_DEFAULTS
         return self.profiles[profile].over(usual) if profile else usual
 
 
 def first(*values: Any) -> Any:
-    """Return the first value that is not None; None if all are."""
+    """Return the first value that is not None; None if all values are None."""
     return next((value for value in values if value is not None), None)

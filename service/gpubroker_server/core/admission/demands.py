@@ -1,4 +1,4 @@
-"""The demand of a task, made of the resources that a submission asks for and the operator's defaults."""
+"""Make the demand of a task from the resources that a submission asks for and the operator's defaults."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -18,7 +18,7 @@ from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.units import Mib
 
 LearnSize = Callable[[Demand], Sizing]
-"""Returns what earlier runs used of the devices that a demand may use."""
+"""A function that returns the size that earlier runs used on the devices that a demand may use."""
 _WHERE_FIELDS = tuple(field.name for field in fields(PlacementConstraints))
 
 
@@ -32,25 +32,26 @@ def settled_demand(
     labels: Mapping[str, str],
     policy: Policy,
 ) -> tuple[Demand, Sizing | None] | Refusal:
-    """Return the demand with what its pool and its limits add, and how its size was learned if it asks for
-    that; or why the pool does not fit it."""
+    """Return the demand, with the constraints and amounts of its pool and its limits, and how its size was
+    learned, or None if it was stated. If the pool does not fit the demand, return the refusal."""
     sizes: dict[Demand, Sizing] = {}
 
     def learn(demand: Demand) -> Sizing:
         return sizes.setdefault(demand, fleet.learned_size(demand, tenant, subject))
 
     demand = demand_of(asked, usual, default_cpu, learn)
-    found = apply_pool(demand, asked.pool, tenant, labels, policy, fleet.gpu_share)
-    if isinstance(found, Refusal):
-        return found
-    return interned(found), _size_in(demand, sizes) if sizes else None
+    pooled = apply_pool(demand, asked.pool, tenant, labels, policy, fleet.gpu_share)
+    if isinstance(pooled, Refusal):
+        return pooled
+    return interned(pooled), _size_in(demand, sizes) if sizes else None
 
 
 def demand_of(asked: Asked, usual: NamedDefaults, default_cpu: float, learn: LearnSize) -> Demand:
-    """Return the demand, without its pool.
+    """Return the demand without the constraints and amounts of its pool.
 
-    A GPU size without a number of GPUs means one GPU. CPU left out is the default, or 0 beside GPUs. `learn`
-    gives the size where `gpu_mb` is `learned`; whoever states GPUs and no size gets whole devices.
+    A GPU size without a number of GPUs means one GPU. If `cpu` is left out, it is the default, or 0 for a
+    task with GPUs. If `gpu_mb` is `learned`, `learn` gives the size. A submission that states GPUs and no
+    size gets whole devices.
     """
     if asked.bundles:
         return _gang_demand(asked, usual, default_cpu, learn)
@@ -59,8 +60,8 @@ def demand_of(asked: Asked, usual: NamedDefaults, default_cpu: float, learn: Lea
 
 
 def _gang_demand(asked: Asked, usual: NamedDefaults, default_cpu: float, learn: LearnSize) -> Demand:
-    """Return one demand per rank. Restrictions beside the bundles hold for each rank that has none of its
-    own."""
+    """Return the demand of a gang, with one demand per rank. Constraints beside the bundles hold for each
+    rank that does not state its own."""
     ranks: list[Demand] = []
     for bundle in asked.bundles:
         gpu_mb = _rank_gpu_mb(bundle, asked, usual)
@@ -80,15 +81,15 @@ def _gang_demand(asked: Asked, usual: NamedDefaults, default_cpu: float, learn: 
 
 
 def _rank_gpu_mb(bundle: Asked, gang: Asked, usual: NamedDefaults) -> GpuSize | None:
-    """Return the bundle's own size. The default size is for a bundle that only restricts devices, and for all
-    ranks if no bundle mentions GPUs or devices."""
+    """Return the bundle's own GPU size. The default size is used for a bundle that only restricts devices,
+    and for all ranks if no bundle mentions GPUs or devices."""
     if bundle.mentions_gpus:
         return bundle.gpu_mb
     none_mentions = not any(bundle.mentions_gpus or bundle.names_devices for bundle in gang.bundles)
     return usual.gpu_mb if bundle.names_devices or none_mentions else None
 
 
-# Most tasks ask for what an earlier one asked for, so the demand is worked out once for all of them.
+# Most tasks ask for the same resources as an earlier task, so the demand is computed once for all of them.
 @lru_cache(4096)
 def _process_demand(
     asked: Asked,
@@ -97,8 +98,8 @@ def _process_demand(
     default_cpu: float,
     common: PlacementConstraints,
 ) -> Demand:
-    """Return the demand of a task, or of one rank, without a learned size. `common` holds where `asked` has
-    no restriction of its own."""
+    """Return the demand of a task, or of one rank, without a learned size. Constraints of `common` hold for
+    fields in which `asked` states none."""
     wants_gpu = asked.wants_gpu or asked.names_devices or gpu_mb is not None
     gpus = max(int(wants_gpu), usual.gpus or 0) if asked.gpus is None else asked.gpus
     cpu = usual.cpu if usual.cpu is not None else 0.0 if gpus else default_cpu
@@ -116,10 +117,10 @@ def _process_demand(
     )
 
 
-def _merged(given: PlacementConstraints, common: PlacementConstraints) -> PlacementConstraints:
+def _merged(own: PlacementConstraints, common: PlacementConstraints) -> PlacementConstraints:
     if common == NO_CONSTRAINTS:
-        return given
-    return replace(common, **{name: value for name in _WHERE_FIELDS if (value := getattr(given, name))})
+        return own
+    return replace(common, **{name: value for name in _WHERE_FIELDS if (value := getattr(own, name))})
 
 
 def _sized(demand: Demand, gpu_mb: GpuSize | None, learn: LearnSize) -> Demand:

@@ -1,5 +1,5 @@
-"""Facts that admission needs beside the submission, and its answers. They are plain values, so that admission
-waits for nothing."""
+"""The facts that admission needs beside the submission, and the answers of admission. They are plain values,
+so that admission waits for nothing."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -18,10 +18,11 @@ NO_OBJECTS: Mapping[str, str] = {}
 
 
 class FleetLookup(Protocol):
-    """Answers about the inventory and past runs. They are kept from one submission to the next."""
+    """Answers questions about the inventory and past runs. Answers are kept from one submission to the
+    next."""
 
     def refusal(self, demand: Demand) -> Refusal | None:
-        """Return why no node could ever satisfy this demand, or None."""
+        """Return the refusal of a demand that no node could ever satisfy; None if a node could."""
 
     def counted_mb(self, demand: Demand) -> int:
         """Return how many MiB the demand counts against a quota."""
@@ -30,14 +31,14 @@ class FleetLookup(Protocol):
         """Return the largest share of a GPU that each GPU of this demand may take."""
 
     def learned_size(self, demand: Demand, tenant: str, subject: str) -> Sizing:
-        """Return what earlier runs used of the devices that this demand may use."""
+        """Return the size that earlier runs used on the devices that this demand may use."""
 
 
 class Facts(Struct, frozen=True):
     """The facts by which a submission is judged."""
 
     id: TaskId
-    """The id of the new task; of an array or a worker set, the one of its first worker."""
+    """The id of the new task; for an array or a worker set, the id of its first worker."""
     now: Instant
     fleet: FleetLookup
     sender: Sender | None
@@ -45,9 +46,9 @@ class Facts(Struct, frozen=True):
     dependencies: Mapping[TaskId, StoredState] = NO_STATES
     """The states of the tasks that the new task runs after, as far as they exist."""
     streams: Collection[str] = ()
-    """The work streams that there are. Needed only if the submission names one."""
+    """The names of all work streams. They are needed only if the submission names a stream."""
     secrets: Sequence[str] = ()
-    """The tenant's secrets. Needed only if `env` names some."""
+    """The names of the tenant's secrets. They are needed only if `env` names a secret."""
     missing_objects: Mapping[str, str] = NO_OBJECTS
     """Pointer -> id of each object that the run names and the tenant does not have."""
     object_seconds: float = 0.0
@@ -62,8 +63,8 @@ class Refused(Struct, frozen=True):
     detail: str = ""
     """The cause in words; empty for `validation-failed`, whose faults say what is wrong."""
     faults: tuple[Refusal, ...] = ()
-    """The fields that are invalid, all of them, or the one that could never be satisfied. `field` is a
-    pointer into the body, as RFC 6901 has it."""
+    """All invalid fields, or the one field that could never be satisfied. `Refusal.field` is a pointer into
+    the body by RFC 6901."""
     would_be: AdmittedTask | None = None
     """The task that the submission would have become, if its body is valid."""
 
@@ -72,6 +73,7 @@ INVALID = "validation-failed"
 
 
 def refused_at(pointer: str, refusal: Refusal, would_be: AdmittedTask | None = None) -> Refused:
-    """Return the refusal of a demand, whose field is below `pointer` in the body."""
+    """Return the refusal of a submission for its demand. The field of `refusal` is below `pointer` in the
+    body."""
     fault = Refusal(refusal.code, refusal.message, f"{pointer}/{refusal.field}")
     return Refused(refusal.code, refusal.message, (fault,), would_be)

@@ -1,4 +1,4 @@
-"""Refusals of demands that could never run here, however long they wait."""
+"""Refuse demands that could never run here, however long they wait."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Mib, Seconds, in_gib
 
 
 def check_priority(demand: Demand, priority: int, policy: Policy) -> Refusal | None:
-    """The refusal of a resource that is for higher priorities only; or None."""
+    """Return the refusal of a custom resource that is only for higher priorities; None if there is none."""
     asked = dict(demand.custom)
     for limit in policy.custom_limits:
         if limit.name in asked and priority < limit.priority_threshold:
@@ -23,15 +23,15 @@ def check_priority(demand: Demand, priority: int, policy: Policy) -> Refusal | N
 
 
 def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], policy: Policy) -> Refusal | None:
-    """Return the refusal of a demand that could never run, or None. Nodes that are not ready count: they may
-    come back. While no node is known, as after a start, every size passes."""
-    known = sorted(nodes, key=lambda node: node.name)
+    """Return the refusal of a demand that could never run; otherwise None. Nodes that are not ready count,
+    because they may come back. While no node is known, as after a start, every size passes."""
+    all_nodes = sorted(nodes, key=lambda node: node.name)
     refusal = _over_maximum(demand, policy) or _over_limit(demand, policy)
-    if refusal is not None or not known:
+    if refusal is not None or not all_nodes:
         return refusal
-    open_nodes = [node for node in known if may_use_node(demand, node)]
+    open_nodes = [node for node in all_nodes if may_use_node(demand, node)]
     if not open_nodes:
-        return _no_such_node(demand, known)
+        return _no_such_node(demand, all_nodes)
     if not demand.gpus:
         return _over_nodes(demand, open_nodes)
     names = {node.name for node in open_nodes}
@@ -43,7 +43,8 @@ def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], poli
 
 
 def total_of(demand: Demand) -> Demand:
-    """Return the sum of the ranks that a gang needs at least; GPU sizes are checked rank by rank."""
+    """Return the sum of the demands of the ranks that a gang needs at least. GPU sizes are left out, because
+    they are checked rank by rank."""
     ranks = demand.bundles[: demand.least_ranks]
     gpus = sum(rank.gpus for rank in ranks)
     return Demand(
@@ -66,7 +67,8 @@ def new_nodes_could_take(demand: Demand, policy: Policy) -> bool:
 
 
 def waits_for_a_node(message: str, policy: Policy) -> str:
-    """Return why a demand waits that no node could take yet. `message`: why no node could."""
+    """Return the text that says why a demand waits for a new node. `message` says why no present node could
+    take it."""
     return f"it waits for a node that autoscaler {policy.autoscaler} may add: {message}"
 
 
@@ -108,11 +110,11 @@ def _no_such_device(demand: Demand, devices: Sequence[Device]) -> Refusal:
 
 
 def _over_maximum(demand: Demand, policy: Policy) -> Refusal | None:
-    """Return the refusal of a demand above the operator's maximum. With a limit on the size per GPU, the size
-    must be stated: whole GPUs and shares differ by GPU."""
+    """Return the refusal of a demand above the operator's maximum; otherwise None. With a maximum size per
+    GPU the demand must state its size, because whole GPUs and fractions differ in size from GPU to GPU."""
     maximum = policy.maximum
-    differs = demand.takes_whole_devices or demand.gpu_fraction is not None
-    if maximum.gpu_mb is not None and differs:
+    has_no_fixed_size = demand.takes_whole_devices or demand.gpu_fraction is not None
+    if maximum.gpu_mb is not None and has_no_fixed_size:
         message = (
             f"one task may have at most {in_gib(maximum.gpu_mb)} of a GPU here, so whole GPUs and shares are "
             "refused; state the size with gpu_mb"
@@ -148,7 +150,8 @@ def check_times(
 
 
 def slot_text(slot: str) -> str:
-    """`the pool's gpus (pool research)`, `the running tasks of tenant acme`."""
+    """Return the text for a shared limit, such as `the pool's gpus (pool research)` or `the running tasks of
+    tenant acme`."""
     kind, _, name = slot.partition(":")
     if kind == "pool":
         pool, _, field = name.rpartition(":")
@@ -165,8 +168,8 @@ def _over_limit(demand: Demand, policy: Policy) -> Refusal | None:
             return Refusal("exceeds-capacity", message, "pool")
     for name, asked in demand.custom:
         if name not in limits:
-            known = ", ".join(name for name in limits if ":" not in name) or "none"
-            message = f"there is no resource {name!r}; configured are: {known}"
+            configured = ", ".join(name for name in limits if ":" not in name) or "none"
+            message = f"there is no resource {name!r}; configured are: {configured}"
             return Refusal("unknown-resource", message, f"custom/{name}")
         if asked > limits[name].amount:
             owner = "each node's" if limits[name].per_node else "the cluster's"
@@ -176,11 +179,11 @@ def _over_limit(demand: Demand, policy: Policy) -> Refusal | None:
 
 
 def _over_devices(demand: Demand, devices: Sequence[Device], nodes: Sequence[Node]) -> Refusal | None:
-    large = [device for device in devices if need_mb(demand, device) is not None]
-    if not large:
+    large_devices = [device for device in devices if need_mb(demand, device) is not None]
+    if not large_devices:
         return _too_large(demand, devices)
     count = {node.name: 0 for node in nodes}
-    for device in large:
+    for device in large_devices:
         count[device.node] += 1
     fullest = max(count, key=lambda name: count[name])
     if demand.gpus > count[fullest]:
@@ -222,7 +225,8 @@ def _too_large(demand: Demand, devices: Sequence[Device]) -> Refusal:
 
 
 def _over_nodes(demand: Demand, nodes: Sequence[Node]) -> Refusal | None:
-    """`nodes` have enough GPUs; one of them must also have the CPU and the host memory."""
+    """Return the refusal of a demand for more CPU or host memory than any of these nodes has; otherwise None.
+    All of `nodes` have enough GPUs."""
     with_gpus = f" with {demand.gpus} such GPUs" if demand.gpus else ""
     by_cpu = max(nodes, key=lambda node: node.cpu)
     if demand.cpu > by_cpu.cpu:
@@ -249,7 +253,8 @@ def _over_nodes(demand: Demand, nodes: Sequence[Node]) -> Refusal | None:
 
 
 def check_quota(demand: Demand, need_mb: int, tenant: str, policy: Policy) -> Refusal | None:
-    """Return why the tenant's quota could never allow a demand that counts `need_mb`, or None."""
+    """Return the refusal of a demand that the tenant's quota could never allow; otherwise None. `need_mb` is
+    what the demand counts against the quota."""
     maximum_mb = policy.most_mb(tenant)
     if maximum_mb is None or need_mb <= maximum_mb:
         return None
@@ -262,7 +267,8 @@ def check_quota(demand: Demand, need_mb: int, tenant: str, policy: Policy) -> Re
 
 
 def ranks_text(demand: Demand, bundle: Demand) -> str:
-    """`rank 3`, `ranks 0 to 3` or `4 ranks from rank 1 on`: the ranks with this demand."""
+    """Return the text that names the ranks with this demand, such as `rank 3`, `ranks 0 to 3` or `4 ranks
+    from rank 1 on`."""
     ranks = [rank for rank, other in enumerate(demand.bundles) if other == bundle]
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

@@ -1,5 +1,5 @@
-"""What a token and the operator's settings permit a task: kinds of run, entrypoints, environment variables,
-priorities and secrets."""
+"""Check what a token and the operator's settings permit a task: kinds of run, entrypoints, environment
+variables, priorities and secrets."""
 
 from collections.abc import Collection, Container, Mapping
 from fnmatch import fnmatchcase
@@ -50,10 +50,10 @@ class Permissions(Struct, frozen=True):
     """The names that modules define; None if this process cannot know them."""
 
     def check_run(self, sender: Sender, spec: RunSpec, cloudpickle: str | None = None) -> Refused | None:
-        """Return a refusal if the token or the operator does not allow the run. `cloudpickle`: the version
+        """Return a refusal if the token or the operator does not allow the run. `cloudpickle` is the version
         that pickled the function, if the client states it."""
         match spec.kind:
-            case "entrypoint" if spec.upload:  # then the names are those of the submitter's own code
+            case "entrypoint" if spec.upload:  # the entrypoint is in the submitter's own code
                 return lacks(sender, CODE_SCOPE, "submitting a function with the directory that it is in")
             case "entrypoint":
                 return self._check_entrypoint(spec.entrypoint)
@@ -104,8 +104,8 @@ class Permissions(Struct, frozen=True):
     ) -> Refused | None:
         """Return a refusal if the priority is above `highest_priority`.
 
-        `at`: the JSON pointer to the priority in the body. `subject`: the beginning of the message, such as
-        "a pinned model has priority 90, which is", if the body does not state the priority itself.
+        `at` is the JSON pointer to the priority in the body. `subject` is the beginning of the message if the
+        body does not state the priority itself, such as "a pinned model has priority 90, which is".
         """
         if priority <= self.highest_priority(sender, tenant):
             return None
@@ -136,14 +136,14 @@ class Permissions(Struct, frozen=True):
         if others is None:
             return None
         module, _, name = entrypoint.partition(":")
-        allowed = [one for one in others if is_entrypoint_allowed(self.entrypoints, f"{module}:{one}")]
+        allowed = [other for other in others if is_entrypoint_allowed(self.entrypoints, f"{module}:{other}")]
         remedy = did_you_mean(name, allowed, otherwise="correct the name, or add the function to the module")
         detail = f'module "{module}" defines no "{name.partition(".")[0]}"; {remedy}'
         return Refused(INVALID, faults=(Refusal("unknown-function", detail, "/run/entrypoint"),))
 
     def _check_pickle(self, python: str, cloudpickle: str | None) -> Refused | None:
-        """Return a refusal if a pickled function could not be opened: it needs the minor version of Python
-        that pickled it, and no older major version of cloudpickle."""
+        """Return a refusal if a pickled function could not be opened. It needs the minor version of Python
+        that pickled it, and a major version of cloudpickle that is not older."""
         if python != self.python:
             return _mismatch(
                 "python",
@@ -161,8 +161,8 @@ class Permissions(Struct, frozen=True):
 
 
 def lacks(sender: Sender, scope: str, purpose: str, *others: str) -> Refused | None:
-    """Return a refusal if the token has neither the scope nor one of `others`, any of which is enough.
-    `purpose`: what the scope is needed for, such as "submitting a command"."""
+    """Return a refusal if the token has neither the scope nor one of `others`. `purpose` names the action
+    that needs the scope, such as "submitting a command"."""
     if sender.may(scope) or any(map(sender.may, others)):
         return None
     return Refused(

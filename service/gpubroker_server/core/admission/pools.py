@@ -17,17 +17,21 @@ ShareOf = Callable[[Demand], float]
 def apply_pool(
     demand: Demand, pool: str, tenant: str, labels: Mapping[str, str], policy: Policy, share_of: ShareOf
 ) -> Demand | Refusal:
-    """Return the demand with what its tenant, its labels and its pool add, or why the pool does not fit. Done
-    once, at submit: a later change of a pool or a limit changes its amount, not which limits a task counts
-    against. `share_of`: how much of a GPU each GPU of a demand takes."""
+    """Return the demand with the limits of its tenant, its labels and its pool, and the constraints of its
+    pool; or the refusal if the pool does not fit.
+
+    This is done once, when a task is submitted. A later change of a pool or a limit changes amounts, but not
+    the limits against which a task counts. `share_of` returns the share of a GPU that each GPU of a demand
+    takes.
+    """
     if not pool and not policy.custom_limits:
         return demand  # the usual case, on the way of each submit
     slots = dict.fromkeys(_running_slots(tenant, labels, policy), 1.0)
     if not pool:
         return replace(demand, slots=tuple(sorted(slots.items()))) if slots else demand
-    chosen = next((known for known in policy.pools if known.name == pool), None)
+    chosen = next((candidate for candidate in policy.pools if candidate.name == pool), None)
     if chosen is None:
-        names = ", ".join(known.name for known in policy.pools) or "none"
+        names = ", ".join(candidate.name for candidate in policy.pools) or "none"
         return Refusal("pool-mismatch", f"there is no pool {pool!r}; configured are: {names}", "pool")
     inside = []
     for part in demand.bundles or (demand,):
@@ -40,8 +44,9 @@ def apply_pool(
 
 
 def _counted(demand: Demand, pool: Pool, share_of: ShareOf) -> Demand:
-    """Return the demand with what it counts against its pool. A gang says it for each rank, since it may run
-    with fewer, and for itself for those that it needs at least."""
+    """Return the demand with the amounts that it counts against its pool. Each rank of a gang has its own
+    amounts, since the gang may run with fewer ranks; the gang itself has the sum for the ranks that it needs
+    at least."""
     slots = dict(demand.slots)
     if not demand.bundles:
         slots |= _amounts(demand, pool, share_of)
@@ -55,8 +60,8 @@ def _counted(demand: Demand, pool: Pool, share_of: ShareOf) -> Demand:
 
 
 def largest_share(demand: Demand, devices: Iterable[Device]) -> float:
-    """Return the largest share of one of these devices that the demand takes of each of its GPUs; 1 for whole
-    devices, and where it may use none of them."""
+    """Return the largest share of one of these devices that each GPU of the demand would take; 1 for whole
+    devices, and if the demand may use none of the devices."""
     if not demand.gpus or demand.takes_whole_devices:
         return 1.0
     needs = ((need_mb(demand, device), device.allocatable_mb) for device in devices)
@@ -70,10 +75,11 @@ def _inside_pool(demand: Demand, pool: Pool) -> Demand:
 
 
 def reapply_pool(demand: Demand, policy: Policy, share_of: ShareOf) -> Demand | Refusal:
-    """Return the demand, whose sizes have changed, with what it now counts against its pool."""
+    """Return a demand whose sizes have changed with the amounts that it now counts against its pool, or the
+    refusal if the pool does not fit any more."""
     if not demand.pool:
         return demand
-    chosen = next((known for known in policy.pools if known.name == demand.pool), None)
+    chosen = next((candidate for candidate in policy.pools if candidate.name == demand.pool), None)
     if chosen is None:
         return Refusal("pool-mismatch", f"there is no pool {demand.pool!r} any more", "pool")
     for part in demand.bundles or (demand,):
@@ -85,14 +91,17 @@ def reapply_pool(demand: Demand, policy: Policy, share_of: ShareOf) -> Demand | 
 
 
 def without_pool(demand: Demand, policy: Policy) -> tuple[Demand, dict[str, Any]]:
-    """The demand without its pool, and the other fields that this changes, as a submit names them."""
-    chosen = next((known for known in policy.pools if known.name == demand.pool), Pool(demand.pool))
+    """Return the demand without its pool, and the new values of the other fields that change, named as in a
+    submission."""
+    chosen = next(
+        (candidate for candidate in policy.pools if candidate.name == demand.pool), Pool(demand.pool)
+    )
     slots = tuple(slot for slot in demand.slots if not slot[0].startswith("pool:"))
     outside = replace(demand, pool="", slots=slots)
     if demand.bundles:
-        found = [_outside_pool(replace(part, slots=()), chosen) for part in demand.bundles]
-        change = {name: to for _, fields in found for name, to in fields.items()}
-        bundles = tuple(part for part, _ in found)
+        parts = [_outside_pool(replace(part, slots=()), chosen) for part in demand.bundles]
+        change = {name: to for _, fields in parts for name, to in fields.items()}
+        bundles = tuple(part for part, _ in parts)
         return replace(outside, bundles=bundles), {"bundles": change} if change else {}
     return _outside_pool(outside, chosen)
 
@@ -108,7 +117,8 @@ def _outside_pool(demand: Demand, pool: Pool) -> tuple[Demand, dict[str, Any]]:
 
 
 def _running_slots(tenant: str, labels: Mapping[str, str], policy: Policy) -> Iterable[str]:
-    """The limits on running tasks that a task of this tenant with these labels counts against."""
+    """Return the names of the limits on running tasks against which a task of this tenant with these labels
+    counts."""
     names = (f"tenant:{tenant}", *(f"label:{key}={value}" for key, value in labels.items()))
     return (name for name in names if policy.limit_of(name) is not None)
 
@@ -136,16 +146,17 @@ def _mismatch(demand: Demand, pool: Pool) -> Refusal | None:
 
 
 def _merged(wanted: Labels, had: Labels) -> Labels:
-    """Return labels with which both hold. A label on which they contradict each other has no values left."""
+    """Return the labels that satisfy both `wanted` and `had`. A label on which they contradict each other has
+    no values left."""
     merged = dict(had)
     for label, values in wanted:
-        known = merged.get(label)
-        merged[label] = values if known is None else tuple(value for value in values if value in known)
+        allowed = merged.get(label)
+        merged[label] = values if allowed is None else tuple(value for value in values if value in allowed)
     return tuple(sorted(merged.items()))
 
 
 def _amounts(demand: Demand, pool: Pool, share_of: ShareOf) -> dict[str, float]:
-    """Return what the demand counts against each limit of the pool."""
+    """Return the amount that the demand counts against each limit of the pool. Amounts of 0 are left out."""
     limited = dict(pool.amounts())
     taken = {
         "cpu": demand.cpu,

@@ -1,4 +1,4 @@
-"""The demand of a process whose roles take turns, such as training and generating."""
+"""Compute the demand of a process whose roles take turns, such as training and generating."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -7,7 +7,7 @@ _SIZES = ("gpus", "gpu_mb", "gpu_fraction", "cpu", "memory_mb")
 
 
 class RoleSizes(Protocol):
-    """The resources that one role needs. None: the role does not need the resource."""
+    """The resources that one role needs. A resource that the role does not need is None."""
 
     @property
     def gpus(self) -> int | None: ...
@@ -24,15 +24,17 @@ class RoleSizes(Protocol):
 
 
 def max_of_roles(roles: Iterable[RoleSizes]) -> dict[str, Any]:
-    """Return the maximum over the roles, field by field; None where no role gives a size.
+    """Return the maximum over the roles, field by field; None for a field that no role states.
 
-    If one role needs whole GPUs, the task gets whole GPUs: they are more than any size.
+    If one role needs whole GPUs, the task gets whole GPUs, because they are larger than any stated size.
     """
     roles = list(roles)
-    given = {size: [value for role in roles if (value := getattr(role, size)) is not None] for size in _SIZES}
+    stated = {
+        size: [value for role in roles if (value := getattr(role, size)) is not None] for size in _SIZES
+    }
     custom: dict[str, float] = {}
     for name, amount in (pair for role in roles for pair in role.custom.items()):
         custom[name] = max(amount, custom.get(name, 0.0))
     exclusive = any(role.gpus and role.gpu_mb is None and role.gpu_fraction is None for role in roles)
-    largest = {size: max(values, default=None) for size, values in given.items()}
+    largest = {size: max(values, default=None) for size, values in stated.items()}
     return {**largest, "custom": custom, "exclusive": exclusive}

@@ -1,4 +1,4 @@
-"""The size of a task that leaves it to be learned, from what past runs like it used."""
+"""Learn the size of a task from the memory that earlier runs like it used."""
 
 from collections.abc import Iterable, Mapping
 from math import ceil, inf
@@ -21,29 +21,32 @@ UNKNOWN_SIZE = Sizing(None, None, 0, None, "")
 def learned_size(
     sketches: Sketches, tenant: str, subject: str, devices: Iterable[Device], policy: Policy
 ) -> Sizing:
-    """The 95th percentile of runs of this subject, plus a margin.
+    """Return the 95th percentile of the memory that runs of this subject used, plus a margin.
 
-    `devices`: those that the task may use; the kind with the largest runs counts. The memory that a process
-    itself takes is leased separately, so it is subtracted. At most what the largest device of that kind has.
+    `devices` are those that the task may use. Of their kinds, the one with the largest runs counts. The
+    `context_mb` of the process is leased separately, so it is subtracted. The size is at most what the
+    largest device of that kind offers.
     """
     offers: dict[str, int] = {}
-    costs: dict[str, int] = {}
+    contexts: dict[str, int] = {}
     for device in devices:
-        costs[device.kind] = device.context_mb
+        contexts[device.kind] = device.context_mb
         offers[device.kind] = max(device.allocatable_mb - device.context_mb, offers.get(device.kind, 0))
-    known = {kind: sketches.get(SketchKey(tenant, subject, kind, What.GPU_MB), Sketch()) for kind in offers}
-    enough = {
+    sketch_of = {
+        kind: sketches.get(SketchKey(tenant, subject, kind, What.GPU_MB), Sketch()) for kind in offers
+    }
+    p95_of = {
         kind: sketch.quantile(0.95) or 0.0
-        for kind, sketch in known.items()
+        for kind, sketch in sketch_of.items()
         if sketch.n >= policy.learned_least_runs
     }
-    if not enough:
-        return _whole(subject, max((sketch.n for sketch in known.values()), default=0), policy)
-    kind = max(sorted(enough), key=lambda kind: enough[kind])
-    p95_mb, n = ceil(enough[kind]), known[kind].n
-    with_margin = ceil(enough[kind] * (1 + policy.learned_margin)) - costs[kind]
+    if not p95_of:
+        return _whole(subject, max((sketch.n for sketch in sketch_of.values()), default=0), policy)
+    kind = max(sorted(p95_of), key=lambda kind: p95_of[kind])
+    p95_mb, n = ceil(p95_of[kind]), sketch_of[kind].n
+    with_margin = ceil(p95_of[kind] * (1 + policy.learned_margin)) - contexts[kind]
     gpu_mb = max(1, min(with_margin, offers[kind]))
-    context_text = f" beside {in_gib(costs[kind])} for each process" if costs[kind] else ""
+    context_text = f" beside {in_gib(contexts[kind])} for each process" if contexts[kind] else ""
     message = (
         f"95 of 100 runs of {subject} used at most {in_gib(p95_mb)} of a GPU ({n} runs on {kind}); "
         f"with a margin of {policy.learned_margin:.0%} that makes {in_gib(gpu_mb)}{context_text}"
@@ -52,7 +55,7 @@ def learned_size(
 
 
 def unstated_size(demand: Demand) -> Sizing | None:
-    """Return the size of a task that neither states nor learns one; None for all other tasks."""
+    """Return the size of a task that neither states a size nor learns it; None for all other tasks."""
     if not any(part.states_no_size for part in (demand, *demand.bundles)):
         return None
     message = (
@@ -73,7 +76,8 @@ def _whole(subject: str, n: int, policy: Policy) -> Sizing:
 
 
 def size_of_ranks(sizes: Mapping[str, Sizing]) -> Sizing | None:
-    """Return the largest size of a gang's ranks, by rank name, with all their messages. None without any."""
+    """Return the largest size of a gang's ranks, with the messages of all sizes; None if there are no sizes.
+    `sizes` is keyed by the text that names the ranks."""
     if len(set(sizes.values())) < 2:
         return next(iter(sizes.values()), None)
     largest = max(sizes.values(), key=lambda size: inf if size.gpu_mb is None else size.gpu_mb)

@@ -1,4 +1,4 @@
-"""A submission: what a submitter asks for, before anything is filled in or checked."""
+"""A submission: the request for a task, before defaults are filled in and before it is checked."""
 
 from typing import Protocol
 
@@ -12,7 +12,8 @@ from gpubroker_server.core.domain.task import ON_FAILURE, Dependency, RetryOn
 
 
 class Asked(Struct, frozen=True):
-    """Resources as a submitter states them, of one process or of each rank of a gang. None: left out."""
+    """Resources of one process, or of each rank of a gang, as a submitter states them. A field that is None
+    was left out."""
 
     gpus: int | None = None
     gpu_mb: GpuSize | None = None
@@ -22,25 +23,26 @@ class Asked(Struct, frozen=True):
     memory_mb: int | None = None
     custom: tuple[tuple[str, float], ...] = ()
     where: PlacementConstraints = NO_CONSTRAINTS
-    """The constraints of a gang hold for each rank that has none of its own."""
+    """The constraints on devices and nodes. Those of a gang hold for each rank that does not state its
+    own."""
     placement: str = "pack"
     pool: str = ""
     bundles: tuple["Asked", ...] = ()
-    """One for each rank of a gang."""
+    """The resources of each rank of a gang; empty for other tasks."""
     strategy: str = "pack"
     min_ranks: int | None = None
     answered_by: str = ""
-    """The model that is to answer an inference."""
+    """The model that is to answer an inference; empty for other tasks."""
 
     @property
     def names_devices(self) -> bool:
-        """True if it restricts which GPUs will do, and so asks for one."""
+        """True if the constraints restrict the GPUs, which also means that a GPU is wanted."""
         where = self.where
         return bool(where.kinds or where.min_power or where.min_device_mb)
 
     @property
     def mentions_gpus(self) -> bool:
-        """True if it says how many GPUs or how much of them, so that no default size applies."""
+        """True if a number or a size of GPUs is stated, so that no default size applies."""
         return self.gpus is not None or self.wants_gpu
 
     @property
@@ -49,7 +51,8 @@ class Asked(Struct, frozen=True):
 
 
 class AskedTimes(Struct, frozen=True):
-    """The times at which a task may start and must end, in seconds since 1970, or from the submit on."""
+    """The times at which a task may start and must end, in seconds since 1970 (`_at`, `not_before`) or in
+    seconds from the submission on (`_seconds`)."""
 
     not_before: float | None = None
     queue_ttl_seconds: float | None = None
@@ -61,21 +64,22 @@ NOTHING_ASKED = Asked()
 
 
 class Submission(Struct, frozen=True):
-    """The wishes of a submitter. A field that is None is left to the defaults of its profile, its model type,
-    or all tasks."""
+    """The fields of a submission. A field that is None gets the default of its profile, of its model type, or
+    of all tasks."""
 
     tenant: str
     spec: RunSpec
-    """The run with its arguments, however large. Its kind says which holder the task is."""
+    """The run specification with the arguments, however large they are. Its kind determines the kind of the
+    task's holder."""
     demand: Asked | Demand = NOTHING_ASKED
-    """A Demand is that of an earlier task, which is done again: it is taken as it is, with its pool, and so
-    are the limits."""
+    """The resources that are asked for. A Demand is that of an earlier task that is repeated: it is taken
+    unchanged with its pool, and the limits of the task are taken unchanged too."""
     name: str = ""
     priority: int | None = None
     max_retries: int | None = None
     """The number of times that a task is retried or, for a worker of a set, restarted after failures."""
     retry_on: tuple[RetryOn, ...] = ON_FAILURE
-    """The causes that use a retry of a task. Workers of arrays come back in any case."""
+    """The causes that use a retry of a task. Workers of arrays are retried after every cause."""
     timeout_seconds: float | None = None
     grace_seconds: float | None = None
     expected_seconds: float | None = None
@@ -84,13 +88,13 @@ class Submission(Struct, frozen=True):
     stream: str = ""
     held: bool = False
     cloudpickle: str | None = None
-    """The version that pickled a function, if its submitter says so."""
+    """The version of cloudpickle that pickled a function, if the submitter states it."""
     holder: External | Model | None = None
-    """The holder of the task; None if the demand and the specification tell it."""
+    """The holder of the task; None if the holder follows from the demand and the specification."""
 
 
 class Sender(Protocol):
-    """The holder of a token, as far as admission asks about it."""
+    """The holder of a token, with the properties that admission needs."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""The times at which a task may start and must end: those of a new task, and changes of a waiting one's."""
+"""Check the times at which a task may start and must end, for new tasks and for changes of waiting tasks."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import DAY_SECONDS, Instant, Seconds
 
 HORIZON_SECONDS = 3650.0 * DAY_SECONDS
-"""No time of a task may be further ahead."""
+"""The most that a time of a task may lie ahead."""
 
 
 class Timing(Struct, frozen=True):
@@ -25,11 +25,11 @@ UNTIMED = Timing()
 
 
 def timing_of(asked: AskedTimes, now: Instant, *, has_dependencies: bool, faults: list[Refusal]) -> Timing:
-    """Return the times of a new task, and add to `faults` a deadline that leaves no time to run, and each
-    time too far ahead.
+    """Return the times of a new task, and add a refusal to `faults` for a deadline that leaves no time to
+    run, and for each time that is too far ahead.
 
-    The queue TTL begins when the task may start; with dependencies, when they have ended. A `not_before` in
-    the past has no effect.
+    The queue TTL begins when the task may start; for a task with dependencies, when they have ended. A
+    `not_before` in the past has no effect.
     """
     not_before = _ahead("not_before", asked.not_before, now, faults)
     name, deadline_at = "deadline_at", _ahead("deadline_at", asked.deadline_at, now, faults)
@@ -49,7 +49,8 @@ def timing_of(asked: AskedTimes, now: Instant, *, has_dependencies: bool, faults
 def changed_times(
     given: Mapping[str, float | None], task: Task, now: Instant, faults: list[Refusal]
 ) -> dict[str, float | None]:
-    """Return the times that change, nulls included, and add to `faults` what is wrong with them.
+    """Return the times that change, including those that are removed (None), and add a refusal to `faults`
+    for each invalid time.
 
     `given` may name `not_before`, `queue_ttl_seconds` and `deadline_at`.
     """
@@ -83,7 +84,8 @@ def _in_words(seconds: float) -> str:
 
 
 def _ahead(name: str, at: float | None, now: Instant, faults: list[Refusal]) -> float | None:
-    """Return the time, or None for one that is not given or too far ahead."""
+    """Return the time; None if it is not given or too far ahead, and in the latter case add a refusal to
+    `faults`."""
     if at is not None and at > now + HORIZON_SECONDS:
         days, most = (at - now) / DAY_SECONDS, HORIZON_SECONDS / DAY_SECONDS
         detail = f"is {days:.0f} days ahead; at most {most:.0f} are allowed"

@@ -1,4 +1,4 @@
-"""A measured value that has been above a threshold for a while, and is not yet back below a lower one."""
+"""Alarms on measured values. An alarm goes on above one threshold and goes off below a lower one."""
 
 from gpubroker.wire.bounds import Amount
 from msgspec import Struct
@@ -10,9 +10,9 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 
 class Threshold(Struct, frozen=True):
     high: PositiveAmount
-    """The alarm goes on after the value was at or above this for `seconds`."""
+    """The alarm goes on once the value has been at or above this for `seconds`."""
     low: Amount
-    """The alarm goes off after the value was below this for `seconds`."""
+    """The alarm goes off once the value has been below this for `seconds`."""
     seconds: NonNegativeSeconds = Seconds(0.0)
 
     def __post_init__(self) -> None:
@@ -21,7 +21,7 @@ class Threshold(Struct, frozen=True):
 
 
 def check_order(low_name: str, low: float, high_name: str, high: float) -> None:
-    """Raise ValueError unless `low` is below `high`; the text names both by their settings."""
+    """Raise ValueError unless `low` is below `high`. The text names both by `low_name` and `high_name`."""
     if low >= high:
         raise ValueError(f"{low_name} {low:g} is not below {high_name} {high:g}; make it smaller")
 
@@ -31,11 +31,12 @@ class Alarm(Struct, frozen=True):
     since: Instant = Instant(0.0)
     """The time since which the alarm is on, or off."""
     crossed_at: Instant | None = None
-    """The time since which the value has been where the alarm changes, if it is there."""
+    """The time since which the value has been past the threshold at which the alarm changes; None if it is
+    not."""
 
     def follow(self, value: float | None, threshold: Threshold, now: Instant) -> "Alarm":
-        """Return the alarm after this value. A value of None is unknown: it changes nothing, and counts as
-        neither high nor low."""
+        """Return the alarm after this value. None is an unknown value, which counts as neither high nor
+        low."""
         has_crossed = value is not None and (value < threshold.low if self.is_on else value >= threshold.high)
         if not has_crossed:
             return self if self.crossed_at is None else replace(self, crossed_at=None)

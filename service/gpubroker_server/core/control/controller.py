@@ -1,7 +1,7 @@
 """A PID controller of the share of background work, which keeps a measured value near a set point.
 
-As in Åström and Hägglund, "Advanced PID Control" (2006), chapter 3: a filtered derivative, anti-windup by
-back-calculation, and a start without a bump.
+It follows Åström and Hägglund, "Advanced PID Control" (2006), chapter 3: a filtered derivative, anti-windup
+by back-calculation, and a bumpless start.
 """
 
 from math import exp
@@ -21,9 +21,9 @@ class Gains(Struct, frozen=True):
     derivative: Amount = 0.05
     """The gain of the derivative term, in seconds."""
     smoothing_seconds: NonNegativeSeconds = Seconds(60.0)
-    """Time constant with which the measured value is smoothed; 0: not at all."""
+    """Time constant with which the measured value is smoothed; 0 for no smoothing."""
     filter_seconds: NonNegativeSeconds = Seconds(20.0)
-    """Time constant of the derivative's filter; 0: no filter."""
+    """Time constant of the derivative's filter; 0 for no filter."""
     most_step: Annotated[float, Meta(gt=0, le=1)] = 0.05
     """The most that the share changes in one step."""
 
@@ -34,19 +34,21 @@ class Control(Struct, frozen=True):
     share: float
     """The share of the controlled work that may run."""
     value: float
-    """The measured value, smoothed."""
+    """The smoothed measured value."""
     integral: float
     slope: float
-    """The filtered change of the error per second."""
+    """The filtered change of the error, per second."""
 
 
 def switch_on(share: float, value: float, set_point: float, gains: Gains) -> Control:
-    """Begin with the share that is in effect: nothing jumps."""
+    """Return the state of a controller that begins with the share in effect, so that the share does not
+    jump."""
     return Control(share, value, share - gains.proportional * (set_point - value), 0.0)
 
 
 def step(before: Control, value: float, set_point: float, seconds: Seconds, gains: Gains) -> Control:
-    """`value`: the value that is measured now, `seconds` (more than 0) after the last step."""
+    """Return the state after one step. `value` was measured now, `seconds` (more than 0) after the last
+    step."""
     smooth = before.value + _weight(seconds, gains.smoothing_seconds) * (value - before.value)
     error = set_point - smooth
     raw_slope = (before.value - smooth) / seconds
@@ -55,7 +57,8 @@ def step(before: Control, value: float, set_point: float, seconds: Seconds, gain
     wanted = gains.proportional * error + integral + gains.derivative * slope
     least, most = max(0.0, before.share - gains.most_step), min(1.0, before.share + gains.most_step)
     share = min(most, max(least, wanted))
-    # What was wanted and not given is taken off the integral, which would else grow without an effect.
+    # The part of the wanted share that is not given is taken off the integral, which would otherwise grow
+    # without an effect.
     return Control(share, smooth, integral + share - wanted, slope)
 
 

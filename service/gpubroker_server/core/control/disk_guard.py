@@ -1,4 +1,4 @@
-"""Levels of a node's disks, and the choice of the files that go first."""
+"""Levels of a node's disks, and the choice of the files that are deleted first."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,11 +15,11 @@ from gpubroker_server.core.world.world import World
 
 WEEK_SECONDS = Seconds(7 * 86_400.0)
 SHARD_SECONDS = Seconds(3600.0)
-"""The files of one checkpoint are written within this time."""
+"""The time within which the files of one checkpoint are written."""
 
 
 class DiskRules(Struct, frozen=True):
-    """Shares of a disk that is in use. A node may have rules of its own."""
+    """The used shares of a disk at which something happens. A node may have rules of its own."""
 
     warn: Share = 0.60
     clean: Share = 0.65
@@ -34,7 +34,8 @@ class DiskRules(Struct, frozen=True):
 
 
 class DiskLevel(IntEnum):
-    """A node is as full as its fullest watched disk."""
+    """Levels of a disk, from the emptiest to the fullest. The level of a node is that of its fullest watched
+    disk."""
 
     ROOMY = 0
     WARN = 1
@@ -43,7 +44,7 @@ class DiskLevel(IntEnum):
 
 
 def level_of(used_share: float | None, rules: DiskRules) -> DiskLevel:
-    """Return the level of a used share. None: nothing is watched, which counts as roomy."""
+    """Return the level of a used share. None means that no disk is watched, which counts as ROOMY."""
     if used_share is None or used_share < rules.warn:
         return DiskLevel.ROOMY
     if used_share < rules.clean:
@@ -55,18 +56,18 @@ CLASSES = tuple(FileClass)
 
 
 class DiskGuard(DiskRules, frozen=True, kw_only=True):
-    """The operator's choices. Without `roots` it deletes nothing."""
+    """The operator's choices for the disk guard. Without `roots` the guard deletes nothing."""
 
     overrides: Mapping[str, DiskRules] = field(default_factory=dict)
-    """Rules of single nodes (`node:NAME`), and of nodes with a label (`label:KEY=VALUE`). A node's own go
-    before those of its labels, of which the first that applies counts."""
+    """Scope -> rules, for single nodes (`node:NAME`) and for nodes with a label (`label:KEY=VALUE`). A node's
+    own rules go before those of its labels; of these, the first that apply count."""
     old_seconds: Annotated[Seconds, Meta(ge=3600)] = WEEK_SECONDS
-    """The age below which files stay, whatever they are."""
+    """The age below which no file is deleted."""
     clean_every_seconds: Annotated[Seconds, Meta(ge=60)] = Seconds(600.0)
-    """A node is cleaned unasked no more often than this."""
+    """The shortest time between two cleanings of a node that no operator asked for."""
     roots: tuple[WatchedRoot, ...] = ()
     spared: Annotated[tuple[str, ...], ELSEWHERE] = ()
-    """Directories of the service: nothing in them is deleted by this guard."""
+    """Directories of the service, in which the guard deletes nothing."""
 
     def rules_of(self, node: Node) -> DiskRules:
         if (own := self.overrides.get(f"node:{node.name}")) is not None:
@@ -76,18 +77,19 @@ class DiskGuard(DiskRules, frozen=True, kw_only=True):
 
 
 FALL = 0.01
-"""Distance below a level at which a disk leaves it: one that hovers there is not reported again and again."""
+"""The distance below a level at which a disk leaves that level, so that a disk that hovers there is not
+reported again and again."""
 
 
 class DiskStanding(NamedTuple):
-    """One watched disk of a node."""
+    """The state of one watched disk of a node."""
 
     node: NodeName
     path: str
     used_share: float
     level: DiskLevel
     threshold: float
-    """The threshold of that level; 0 if it has none."""
+    """The used share from which `level` begins; 0 for ROOMY."""
     at: Instant = Instant(0.0)
     """The time at which the share was measured."""
 
@@ -95,10 +97,10 @@ class DiskStanding(NamedTuple):
 def paths_by_disk(disks: Iterable[DiskSample]) -> list[list[str]]:
     """Return the watched paths of each disk. Paths on one disk are measured by one call, so they have the
     same numbers, to the byte."""
-    found: dict[tuple[int, int], list[str]] = {}
+    paths_of: dict[tuple[int, int], list[str]] = {}
     for disk in disks:
-        found.setdefault((disk.total_bytes, disk.free_bytes), []).append(disk.path)
-    return list(found.values())
+        paths_of.setdefault((disk.total_bytes, disk.free_bytes), []).append(disk.path)
+    return list(paths_of.values())
 
 
 def follow_disks(
@@ -109,26 +111,26 @@ def follow_disks(
     for node, sample in nodes:
         rules = guard.rules_of(node)
         for disk in sample.disks:
-            share, known = disk.used_share, before.get((node.name, disk.path))
+            share, standing = disk.used_share, before.get((node.name, disk.path))
             level = level_of(share, rules)
-            if known is not None and known.level > level:
-                level = min(known.level, level_of(share + FALL, rules))
+            if standing is not None and standing.level > level:
+                level = min(standing.level, level_of(share + FALL, rules))
             threshold = (0.0, rules.warn, rules.clean, rules.block)[level]
             yield DiskStanding(node.name, disk.path, share, level, threshold, sample.at)
 
 
 def nodes_to_clean(world: World, guard: DiskGuard, fresh_since: Instant) -> list[NodeName]:
-    """Return the nodes with a root on a disk that is to be cleaned, by samples not older than
-    `fresh_since`."""
+    """Return the nodes that have a root on a disk that is to be cleaned. Samples older than `fresh_since` do
+    not count."""
     roots = {root.path for root in guard.roots}
-    found = []
+    names = []
     for name, node in sorted(world.nodes.items()):
         sample = world.node_samples.get(name)
         if node.ready and sample is not None and sample.at >= fresh_since:
             share = max((disk.used_share for disk in sample.disks if disk.path in roots), default=None)
             if level_of(share, guard.rules_of(node)) >= DiskLevel.CLEAN:
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 class FileSeen(NamedTuple):
@@ -141,16 +143,17 @@ class FileSeen(NamedTuple):
     size_bytes: int
     modified_at: Instant
     has_journal: bool = False
-    """True if SQLite's `-wal` or `-journal` lies beside the file."""
+    """True if a `-wal` or `-journal` file of SQLite lies beside the file."""
     is_empty: bool = False
     """True for a database without rows."""
     needs_copy: bool = False
-    """True if the file may be deleted only once it has a copy, because its root has a sync command."""
+    """True if the file may be deleted only once there is a copy of it, because its root has a sync
+    command."""
     is_synced: bool = False
     """True if the listing of the copy has the file with this size."""
     inode: int = 0
     modified_ns: int = 0
-    """`modified_at` as the file system says it."""
+    """The time of `modified_at` in nanoseconds, as the file system has it."""
 
     @property
     def whole_path(self) -> str:
@@ -158,8 +161,7 @@ class FileSeen(NamedTuple):
 
 
 class KeptBecause(StrEnum):
-    """Reasons for which a file is left where it is; the first that applies, or the finding of a look at the
-    file itself."""
+    """Reasons for which a file stays. Of several reasons, the first in the order of the checks counts."""
 
     YOUNG = "young"
     HAS_JOURNAL = "has_journal"
@@ -168,11 +170,11 @@ class KeptBecause(StrEnum):
     OF_LIVE_TASK = "of_live_task"
     NOT_SYNCED = "not_synced"
     NOT_NEEDED = "not_needed"
-    """Enough goes without this file."""
+    """Enough bytes are freed without this file."""
 
 
 class Cleaning(Struct, frozen=True):
-    """The files that would go, in this order, and the reasons for which the rest stays."""
+    """The files to delete, in the order of deletion, and the reasons for which the other files stay."""
 
     files: tuple[FileSeen, ...]
     kept: Mapping[str, int]
@@ -191,12 +193,13 @@ def choose(
     old_seconds: Seconds,
     why_left: Callable[[FileSeen], str],
 ) -> Cleaning:
-    """The files that free `needed_bytes`, by class and the oldest first.
+    """Return the files whose deletion frees `needed_bytes`, ordered by class, and within a class the oldest
+    first.
 
-    `why_left`: a look at the file itself, such as whether it is open; empty if it may go.
-    `live_checkpoints`: whole paths from which tasks that are not over would go on: of files, of directories,
-    or what the names of several files begin with. The newest checkpoint of each directory stays as well:
-    whose it is may be known to its owner alone.
+    `why_left` looks at a file itself, for example whether it is open, and returns the reason for which it
+    stays; empty if it may be deleted. `live_checkpoints` has the whole paths from which unfinished tasks
+    would go on: files, directories, or the common beginning of several files. The newest checkpoint of each
+    directory stays as well, because the service may not know which task needs it.
     """
     files, live = list(seen), tuple(live_checkpoints)
     newest = _newest_checkpoints(files)
@@ -222,42 +225,46 @@ def choose(
 
 
 def needed_bytes(total_bytes: int, free_bytes: int, warn: float) -> int:
-    """Return how many bytes have to go so that the disk is used up to `warn` only; 0 if none have."""
+    """Return how many bytes must be deleted so that the used share of the disk is at most `warn`; 0 if
+    none."""
     used_bytes = total_bytes - free_bytes
     return max(0, used_bytes - int(total_bytes * warn))
 
 
 def _newest_checkpoints(files: Iterable[FileSeen]) -> frozenset[str]:
-    """Return the whole paths of the newest whole entry of each directory, and of those that are at most
-    SHARD_SECONDS older. An entry is a file or all that a directory has. One of less than half the size of the
-    largest is no whole checkpoint: a mark, an index, or the rest of a crash. A directory directly below the
-    root holds the checkpoints of one job, so it is no entry itself. Of any other directory that was written
-    in a shorter time, as one checkpoint is, only the newest entry is kept; of equally new ones the last by
-    name."""
-    found: dict[str, dict[str, tuple[Instant, int]]] = {}
+    """Return the whole paths of the newest complete entry of each directory, and of entries that are at most
+    SHARD_SECONDS older.
+
+    An entry of a directory is a file in it, or a subdirectory with all its files. An entry of less than half
+    the size of the largest is not complete: it is a mark, an index, or the rest of a crash. A directory
+    directly below the root holds the checkpoints of one job, so it is no entry itself. Any other directory
+    that was written within SHARD_SECONDS is itself one checkpoint. Of such a directory only the newest entry
+    is kept; of equally new entries, the last by name.
+    """
+    entries_of: dict[str, dict[str, tuple[Instant, int]]] = {}
     oldest: dict[str, Instant] = {}
     for file in files:
         if file.file_class is FileClass.CHECKPOINT:
             for directory, entry in _entries(file):
                 oldest[directory] = min(oldest.get(directory, file.modified_at), file.modified_at)
-                entries = found.setdefault(directory, {})
+                entries = entries_of.setdefault(directory, {})
                 at, size_bytes = entries.get(entry, (file.modified_at, 0))
                 entries[entry] = max(at, file.modified_at), size_bytes + file.size_bytes
-    kept: set[str] = set()
-    for directory, entries in found.items():
+    newest_paths: set[str] = set()
+    for directory, entries in entries_of.items():
         largest = max(size_bytes for _, size_bytes in entries.values())
         order = {entry: (modified_at, entry) for entry, (modified_at, _) in entries.items()}
         newest = max(order[entry] for entry, (_, size_bytes) in entries.items() if 2 * size_bytes >= largest)
         first = Instant(newest[0] - SHARD_SECONDS), ""
-        if oldest[directory] >= first[0] and directory in found.get(directory.rpartition("/")[0], ()):
+        if oldest[directory] >= first[0] and directory in entries_of.get(directory.rpartition("/")[0], ()):
             first = newest
-        kept.update(entry for entry, place in order.items() if place >= first)
-    return frozenset(kept)
+        newest_paths.update(entry for entry, place in order.items() if place >= first)
+    return frozenset(newest_paths)
 
 
 def _entries(file: FileSeen) -> Iterator[tuple[str, str]]:
-    """Yield each directory above the file, with the entry of that directory which is the file or has it. Both
-    are whole paths."""
+    """Yield each directory above the file, with the entry of that directory that is the file or contains it.
+    Both are whole paths."""
     entry = file.whole_path
     while entry != file.root:
         directory = entry.rpartition("/")[0]

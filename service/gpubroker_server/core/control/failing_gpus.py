@@ -1,5 +1,5 @@
-"""GPUs on which runs fail at once, one after the other, though the programs work elsewhere. In one leader's
-memory only."""
+"""Find GPUs on which runs fail quickly, one after the other, although the programs work on other GPUs. The
+counts are kept in the leader's memory only."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -19,20 +19,21 @@ from gpubroker_server.core.world.world import World
 
 LATELY_SECONDS = Seconds(3600.0)
 MOST_KEPT = 1_000
-"""Runs that are remembered of each device, names that are remembered of all, and runs whose end was heard."""
+"""The most failed runs that are remembered of each device, and the most names of runs and the most ended runs
+that are remembered in all."""
 MOST_NAMED = 3
 
 About = tuple[str, str]
-"""Tenant and name of a task."""
+"""The tenant and the name of a task."""
 
 
 class FailingGpuRules(Struct, frozen=True):
     times: PositiveCount = 5
-    """A GPU on which so many runs in a row fail quickly is a finding."""
+    """The number of quick failures in a row from which a GPU is a finding."""
     seconds: PositiveSeconds = Seconds(30.0)
-    """A run that fails within this time after its start fails quickly."""
+    """The time after the start of a run within which its failure is quick."""
     close: bool = False
-    """True if such a GPU is closed as well."""
+    """True if a GPU on which runs fail quickly is also closed."""
 
 
 class QuickFailure(NamedTuple):
@@ -44,15 +45,15 @@ class FailingGpus:
     def __init__(self, rules: FailingGpuRules) -> None:
         self._rules = rules
         self._failed: dict[DeviceKey, deque[QuickFailure]] = {}
-        """The runs that failed at once on each device since a run went well there."""
+        """Device -> the runs that failed quickly on it since the last run that worked."""
         self._ran: dict[About, dict[DeviceKey, Instant]] = {}
-        """Name of runs -> the devices on which a run of that name went well, and when the last one did. The
-        name that ran longest ago comes first."""
-        self._heard: dict[RunId, None] = {}
-        """Runs that have told their end, so that the proof that they are gone is not another one."""
+        """Tenant and name of runs -> the devices on which such a run worked, with the time of the last one.
+        The name that ran longest ago comes first."""
+        self._ended_runs: dict[RunId, None] = {}
+        """Runs whose end was counted, so that the later proof that they are gone is not counted again."""
 
     def note(self, world: World, reports: Iterable[object]) -> None:
-        """Call it with each report once, before the World knows of it."""
+        """Count the ends of runs. Each report must be passed once, before the World knows of it."""
         for report in reports:
             match report:
                 case Ended() | Gone(proof=Proof.PROCESS_ABSENT):
@@ -61,7 +62,7 @@ class FailingGpus:
                     pass
 
     def forget(self, device: DeviceKey) -> None:
-        """An operator has reopened the device: what failed there before no longer counts."""
+        """Forget the failures on a device that an operator has reopened."""
         self._failed.pop(device, None)
 
     def failing(self, now: Instant) -> tuple[FailingGpu, ...]:
@@ -73,12 +74,12 @@ class FailingGpus:
             task is None
             or task.fence != report.fence
             or task.state is TaskState.STOPPING
-            or run in self._heard
+            or run in self._ended_runs
         ):
             return
-        self._heard[run] = None
-        if len(self._heard) > MOST_KEPT:
-            del self._heard[next(iter(self._heard))]
+        self._ended_runs[run] = None
+        if len(self._ended_runs) > MOST_KEPT:
+            del self._ended_runs[next(iter(self._ended_runs))]
         leases = [lease for lease in world.leases_of(task) if lease.rank == report.rank]
         about = task.tenant, task.name
         ran_seconds = 0.0 if task.started_at is None else report.at - task.started_at
@@ -102,22 +103,31 @@ class FailingGpus:
             del self._ran[next(iter(self._ran))]
 
     def _note_failure(self, about: About, leases: list[Lease], at: Instant) -> None:
-        if len(leases) == 1:  # of several devices, it is not known which one is to blame
+        if len(leases) == 1:  # with several devices, it is unknown which one is to blame
             failed = self._failed.setdefault(leases[0].device, deque(maxlen=MOST_KEPT))
             failed.append(QuickFailure(about, at))
 
     def _found(self, now: Instant) -> Iterator[FailingGpu]:
         recent = {
-            device: [one for one in failed if now - one.at <= LATELY_SECONDS]
+            device: [failure for failure in failed if now - failure.at <= LATELY_SECONDS]
             for device, failed in self._failed.items()
         }
         for device, failed in recent.items():
-            others = {one.about for other, seen in recent.items() if other != device for one in seen}
-            works = {one.about for one in failed if self._works_elsewhere(one.about, device, now)}
-            # What fails elsewhere too, and works nowhere, is a fault of the program.
-            counted = [one for one in failed if one.about in works or one.about not in others]
-            names = list(dict.fromkeys(one.about for one in reversed(counted)))
-            if len(counted) >= self._rules.times and (works or len(names) > 1):
+            others = {
+                failure.about
+                for other, other_failures in recent.items()
+                if other != device
+                for failure in other_failures
+            }
+            working = {
+                failure.about for failure in failed if self._works_elsewhere(failure.about, device, now)
+            }
+            # A program that fails on other devices too, and works on none, is itself at fault.
+            counted = [
+                failure for failure in failed if failure.about in working or failure.about not in others
+            ]
+            names = list(dict.fromkeys(failure.about for failure in reversed(counted)))
+            if len(counted) >= self._rules.times and (working or len(names) > 1):
                 named = tuple(name for _, name in names[:MOST_NAMED])
                 yield FailingGpu(device, len(counted), named, counted[0].at, counted[-1].at)
 

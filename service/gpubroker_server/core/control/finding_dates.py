@@ -19,9 +19,11 @@ class FindingDate(NamedTuple):
 
 def dates_of(known: Mapping[tuple[str, str], Instant]) -> tuple[FindingDate, ...]:
     """Return the oldest of them, MOST_DATED at most."""
-    dates = sorted((FindingDate(*about, since) for about, since in known.items()), key=lambda one: one.since)
+    dates = sorted(
+        (FindingDate(*about, since) for about, since in known.items()), key=lambda date: date.since
+    )
     return tuple(dates[:MOST_DATED])
 
 
 def known_dates(dates: Iterable[FindingDate]) -> dict[tuple[str, str], Instant]:
-    return {(one.kind, one.subject): one.since for one in dates}
+    return {(date.kind, date.subject): date.since for date in dates}

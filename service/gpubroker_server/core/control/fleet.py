@@ -1,5 +1,5 @@
-"""Fleet control: what one leader makes of its measurements, step by step. In its memory; the next leader
-goes on with what it published."""
+"""Fleet control: the conclusions that a leader draws from its measurements, step by step. They are kept in
+the leader's memory; the next leader continues from the values that this leader published."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import inf, nextafter
@@ -45,34 +45,33 @@ from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
 WELL_BELOW = 0.95
-"""The share of the most that a target allows. A value that rises above it again and again is reported
-once."""
+"""The share of a target's upper limit below which a reported value must fall before it is reported again."""
 
 
 class FleetRules(Struct, frozen=True):
-    """The operator's choices. Shares are from 0 to 1."""
+    """The operator's choices for fleet control. Shares are from 0 to 1."""
 
     targets: tuple[FleetTarget, ...] = ()
     constraint_seconds: NonNegativeSeconds = Seconds(60.0)
-    """The time above its target after which a measure is reported."""
+    """The time above its target after which a measured value is reported."""
     controller: bool = False
-    """Hold background work back so that GPU utilisation stays inside its targets."""
+    """True to hold background work back so that GPU utilization stays inside its targets."""
     gains: Gains = field(default_factory=Gains)
     idle: Annotated[IdleRules, ELSEWHERE] = field(default_factory=IdleRules)
     idle_check_seconds: PositiveSeconds = Seconds(60.0)
     thresholds: Annotated[Mapping[str, Threshold], ELSEWHERE] = field(default_factory=dict)
-    """Name -> threshold of backpressure; `queue:*` is for each tenant by itself."""
+    """Name of a value -> threshold of backpressure. `queue:*` holds for the queue of each tenant."""
     next_band_seconds: Annotated[Seconds, ELSEWHERE] = Seconds(60.0)
     retry_after_seconds: Annotated[Seconds, ELSEWHERE] = Seconds(30.0)
     disk: DiskGuard = field(default_factory=DiskGuard)
     overload_thresholds: Annotated[Mapping[str, Threshold], ELSEWHERE] = field(default_factory=dict)
-    """Measure -> threshold of a node."""
+    """Measure -> threshold from which a node is overloaded."""
     throughput: ThroughputRules = field(default_factory=ThroughputRules)
     failing_gpus: FailingGpuRules = FailingGpuRules()
 
 
 class TargetSeen(NamedTuple):
-    """A target and how it fares."""
+    """A target and its present state, as the leader publishes them."""
 
     scope: str
     measure: str
@@ -82,10 +81,9 @@ class TargetSeen(NamedTuple):
     is_in: bool
     since: Instant
     share: float | None = None
-    """The share of its part of the fleet that background work may take; None if the target is not
-    controlled."""
+    """The share of the target's scope that background work may take; None if the target is not controlled."""
     constrained_since: Instant | None = None
-    """The time since which the log has the target as a constraint; None if the log has not."""
+    """The time since which the event log has the target as a constraint; None if it does not."""
 
 
 class FleetSeen(Struct, frozen=True):
@@ -95,38 +93,39 @@ class FleetSeen(Struct, frozen=True):
     background_mb: dict[str, int] = field(default_factory=dict)
     """Scope -> MiB that background work may take from now on."""
     idle: tuple[Idle, ...] = ()
-    """Devices by key, and nodes by name."""
+    """The idle devices, named by key, and the idle nodes, named by name."""
     pressures: tuple[Pressure, ...] = ()
     pressure_values: dict[str, float] = field(default_factory=dict)
-    """Name -> the measure that backpressure compares; single tenants are listed only where it is on."""
+    """Name -> the value that backpressure compares with a threshold. A single tenant is listed only while its
+    alarm is on."""
     templates: tuple[TemplateSeen, ...] = ()
     memory_failures: tuple[MemoryFailures, ...] = ()
     """The tasks that failed for lack of memory again and again."""
     waiting_calls: tuple[WaitingCalls, ...] = ()
     stream_weights: dict[str, float] = field(default_factory=dict)
-    """Stream -> weight, by which every process orders the queue."""
+    """Work stream -> the weight by which every process orders the queue."""
     full_disks: dict[NodeName, str] = field(default_factory=dict)
-    """Nodes where nothing may start, and which disk is too full."""
+    """Node on which nothing may start -> the disk that is too full."""
     low_disks: tuple[DiskStanding, ...] = ()
     """Disks that are above a level."""
     overloaded: tuple[Overload, ...] = ()
     done: dict[str, int] = field(default_factory=dict)
-    """Component -> number of items that it got done since this leader leads."""
+    """Component -> the number of items that it has processed since this leader began."""
     events: dict[str, int] = field(default_factory=dict)
-    """Kind -> number of events since this leader leads."""
+    """Kind -> the number of events since this leader began."""
     idle_grace_seconds: Seconds = Seconds(300.0)
-    """A device that is listed as idle has been idle for longer than this."""
+    """The time for which each device listed in `idle` has been idle at least."""
     dates: tuple[FindingDate, ...] = ()
-    """When the leader, or one before it, first saw each present finding."""
+    """The time at which this leader or an earlier one first saw each present finding."""
     at: Instant | None = None
-    """When the leader last looked at the fleet."""
+    """The time of the leader's last step; None before the first."""
     failing: tuple[FailingGpu, ...] = ()
-    """Devices on which runs fail at once, one after the other."""
+    """The devices on which runs fail quickly, one after the other."""
 
 
 def disk_levels(seen: FleetSeen, samples: Iterable[NodeSample]) -> dict[tuple[NodeName, str], DiskLevel]:
-    """The level of each watched disk, by node and path; BLOCK only where that closes the node. A disk that
-    does not answer now keeps its level."""
+    """Return the level of each watched disk, by node and path. BLOCK is returned only where it closes the
+    node. A disk that does not answer now keeps its level."""
     levels = {(sample.node, disk.path): DiskLevel.ROOMY for sample in samples for disk in sample.disks}
     for disk in seen.low_disks:
         most = DiskLevel.BLOCK if disk.node in seen.full_disks else DiskLevel.CLEAN
@@ -136,22 +135,24 @@ def disk_levels(seen: FleetSeen, samples: Iterable[NodeSample]) -> dict[tuple[No
 
 class FleetControl:
     def __init__(self, rules: FleetRules, policy: Policy, before: FleetSeen | None = None) -> None:
-        """`before`: the state that the last leader published. Tasks of its templates may have been submitted
-        since."""
+        """`before` is the state that the last leader published. Its `templates` are dropped, because tasks of
+        them may have been submitted since."""
         self.seen = before = FleetSeen() if before is None else replace(before, templates=())
         self.fill = IdleFill(policy.sample_period_seconds)
         self._rules = rules
         self._policy = policy
-        known = [
+        targets_before = [
             (target, seen)
             for target in rules.targets
             for seen in before.targets
             if seen[:4] == _about(target)
         ]
-        self._standings = {target: Standing(seen.value, seen.is_in, seen.since) for target, seen in known}
+        self._standings = {
+            target: Standing(seen.value, seen.is_in, seen.since) for target, seen in targets_before
+        }
         self._constrained = {
             target: Alarm(True, seen.constrained_since)
-            for target, seen in known
+            for target, seen in targets_before
             if seen.constrained_since is not None
         }
         self._controls: dict[FleetTarget, Control] = {}
@@ -166,14 +167,14 @@ class FleetControl:
         self.memory_failures = MemoryFailureCount()
         self.failing_gpus = FailingGpus(rules.failing_gpus)
         self.loads: dict[TaskId, Loaded] = {}
-        """The loads that workers of sets last reported."""
+        """Worker of a set -> the load that it last reported."""
         self.nodes = NodeWatch(
             rules.overload_thresholds, Seconds(policy.sample_period_seconds), before.overloaded
         )
 
     def step(self, world: World, pressures: Mapping[str, float | None], now: Instant) -> list[Notice]:
-        """Look at everything once; returns what the log is to say of it. `pressures`: what backpressure looks
-        at, by name."""
+        """Look at the whole fleet once. Return the notices for the event log. `pressures` has the values that
+        backpressure compares, by name."""
         rules, gone = self._rules, self.nodes.gone(world, now)
         scopes = [target.scope for target in rules.targets]
         values = measured(world, scopes, self._policy, now)
@@ -205,7 +206,7 @@ class FleetControl:
         return notices
 
     def is_idle_check_due(self, now: Instant) -> bool:
-        """Return True if the next step looks for what is idle, and takes other templates over."""
+        """Return True if the next step looks for idle resources, and takes changed templates over."""
         return self._idle_pace.is_due(now)
 
     def _target_seen(self, target: FleetTarget) -> TargetSeen:
@@ -215,32 +216,34 @@ class FleetControl:
         return TargetSeen(*_about(target), *self._standings[target], share, since)
 
     def _constraints(self, now: Instant) -> Iterator[Notice]:
-        """Yield a notice for each target that begins to be above its limit for a while, until it is well
-        below."""
+        """Yield a notice for each target whose value has now been above its upper limit for
+        `constraint_seconds`. The next notice about it needs a fall below WELL_BELOW first."""
         for target, standing in self._standings.items():
-            known, most = self._constrained.get(target, Alarm()), target.most
+            alarm_before, most = self._constrained.get(target, Alarm()), target.most
             threshold = Threshold(nextafter(most, inf), most * WELL_BELOW, self._rules.constraint_seconds)
-            self._constrained[target] = alarm = known.follow(standing.value, threshold, now)
-            if alarm.is_on and not known.is_on:
+            self._constrained[target] = alarm = alarm_before.follow(standing.value, threshold, now)
+            if alarm.is_on and not alarm_before.is_on:
                 about = {"measure": target.measure.value, "value": standing.value, "threshold": most}
                 yield Notice("fleet.RESOURCE_CONSTRAINT", str(target.scope), about)
 
     def _follow_controls(self, world: World, now: Instant) -> dict[str, int]:
-        """Scope -> MiB that are left for background work."""
+        """Step the controllers. Return, by scope, the MiB that are left for background work."""
         left_mb: dict[str, int] = {}
         for target in self._rules.targets if self._rules.controller else ():
             value = self._standings[target].value
             if target.measure is not Measure.GPU_UTILIZATION:
                 continue
             total_mb, used_mb = _background_use(world, target.scope, self._policy)
-            known = self._controls.get(target)
-            if known is None and value is not None and total_mb:
+            control_before = self._controls.get(target)
+            if control_before is None and value is not None and total_mb:
                 share = min(1.0, used_mb / total_mb)
                 self._controls[target] = switch_on(share, value, target.set_point, self._rules.gains)
-            elif known is not None and value is not None and self._stepped_at is not None:
+            elif control_before is not None and value is not None and self._stepped_at is not None:
                 seconds = Seconds(now - self._stepped_at)
                 if seconds > 0:
-                    self._controls[target] = step(known, value, target.set_point, seconds, self._rules.gains)
+                    self._controls[target] = step(
+                        control_before, value, target.set_point, seconds, self._rules.gains
+                    )
             if (control := self._controls.get(target)) is not None:
                 left_mb[str(target.scope)] = int(control.share * total_mb) - used_mb
         return left_mb
@@ -248,14 +251,14 @@ class FleetControl:
     def _follow_idle(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Notice]:
         rules = self._rules.idle
         self._quiet = follow_idle(self._quiet, self._readings(world, now, gone), now, rules)
-        known = {resource.name for resource in self._idle}
+        names_before = {resource.name for resource in self._idle}
         if self._idle_pace.is_due(now):
             self._idle_pace.done(now)
             self._idle = idle(self._quiet, now, rules)
             self.fill.find(world, [resource.name for resource in self._idle])
         self.fill.look(world, self._quiet.keys(), now)
         for resource in self._idle:
-            if resource.name not in known:
+            if resource.name not in names_before:
                 about: dict[str, Any] = {
                     "utilization": resource.utilization,
                     "idle_seconds": now - resource.since,
@@ -272,13 +275,14 @@ class FleetControl:
                 stale = ledger.is_stale(now, period)
                 use = None if stale or ledger.sample is None else ledger.sample.utilization
                 yield self._reading(key, use, now, is_filled=_is_filled(ledger))
-        for name, seen in world.node_samples.items():
-            use = None if seen.is_stale(now, period) else seen.cpu
+        for name, sample in world.node_samples.items():
+            use = None if sample.is_stale(now, period) else sample.cpu
             if name not in gone:
                 yield self._reading(name, use, now, is_filled=_runs_idle_work(world, name))
 
     def _reading(self, name: str, utilization: float | None, now: Instant, *, is_filled: bool) -> Reading:
-        """The last samples of idle work come after its end, and are not those of other work."""
+        """Return the reading of one device or node. It counts as filled by idle work until three sample
+        periods after the end of that work, because the last samples of the work arrive late."""
         if is_filled:
             self._filled[name] = now
         elif now - self._filled.get(name, now) > 3 * self._policy.sample_period_seconds:
@@ -297,38 +301,42 @@ class FleetControl:
                 yield Notice(f"fleet.BACKPRESSURE_{change}", name, about, tenant_of(name))
 
     def _follow_disks(self, world: World, now: Instant, gone: Collection[NodeName]) -> Iterator[Notice]:
-        """A disk that is not measured now keeps its level: one that is full may be slow to answer.
-        Not for ever, if the rest of its node is measured or the node is gone."""
-        before, known = self._disks, world.node_samples
-        known_nodes = world.nodes.keys() - gone
+        """Yield a notice for each disk whose level has risen. A disk that is not measured now keeps its
+        level, because a full disk may be slow to answer. It is forgotten if its node is gone, or is measured
+        without it for GONE_SECONDS."""
+        before, samples = self._disks, world.node_samples
+        nodes_left = world.nodes.keys() - gone
         fresh = [
-            (node, known[name])
+            (node, samples[name])
             for name, node in world.nodes.items()
-            if name in known and now - known[name].at <= 3 * self._policy.sample_period_seconds
+            if name in samples and now - samples[name].at <= 3 * self._policy.sample_period_seconds
         ]
-        heard = {node.name for node, _ in fresh}
+        nodes_measured = {node.name for node, _ in fresh}
         self._disks = {
             (node, path): disk
             for (node, path), disk in before.items()
-            if node in known_nodes and (node not in heard or now - disk.at <= GONE_SECONDS)
+            if node in nodes_left and (node not in nodes_measured or now - disk.at <= GONE_SECONDS)
         }
-        now_known = {(one.node, one.path): one for one in follow_disks(before, self._rules.disk, fresh)}
-        self._disks |= now_known
+        measured_now = {
+            (standing.node, standing.path): standing
+            for standing in follow_disks(before, self._rules.disk, fresh)
+        }
+        self._disks |= measured_now
         for node, sample in fresh:
             for paths in paths_by_disk(sample.disks):
-                known_before = [before[it] for path in paths if (it := (node.name, path)) in before]
-                was = max((one.level for one in known_before), default=DiskLevel.ROOMY)
-                one = now_known[node.name, paths[0]]
-                if one.level > was:
-                    about = {"value": one.used_share, "threshold": one.threshold}
-                    place = {"path": ", ".join(paths), "level": one.level.name.lower()}
-                    yield Notice("fleet.DISK_SPACE_LOW", one.node, about | place)
+                standings_before = [before[key] for path in paths if (key := (node.name, path)) in before]
+                level_before = max((standing.level for standing in standings_before), default=DiskLevel.ROOMY)
+                standing = measured_now[node.name, paths[0]]
+                if standing.level > level_before:
+                    about = {"value": standing.used_share, "threshold": standing.threshold}
+                    place = {"path": ", ".join(paths), "level": standing.level.name.lower()}
+                    yield Notice("fleet.DISK_SPACE_LOW", standing.node, about | place)
 
     def _full_disks(self) -> dict[NodeName, str]:
-        full = [one for one in self._disks.values() if one.level is DiskLevel.BLOCK]
+        full_disks = [disk for disk in self._disks.values() if disk.level is DiskLevel.BLOCK]
         return {
             disk.node: f"{disk.path} ({disk.used_share:.0%} used, {disk.threshold:.0%} allowed)"
-            for disk in sorted(full, key=lambda disk: disk.used_share)
+            for disk in sorted(full_disks, key=lambda disk: disk.used_share)
         }
 
     def _pressures_seen(self, values: Mapping[str, float | None], now: Instant) -> Iterator[Pressure]:
@@ -352,7 +360,7 @@ def _about(target: FleetTarget) -> tuple[str, str, float, float]:
 
 
 def background_room(world: World, policy: Policy, left_mb: Mapping[str, int]) -> BackgroundRoom:
-    """Return what of each scope is left, for each node in it."""
+    """Return the MiB of each scope that are left for background work, with the scopes of each node."""
     scopes: dict[NodeName, tuple[str, ...]] = {}
     for name in left_mb:
         for node in sorted({node for node, _ in _devices(world, _scope(name), policy)}):
@@ -376,7 +384,7 @@ def _devices(world: World, scope: FleetScope, policy: Policy) -> Iterator[tuple[
 
 
 def _background_use(world: World, scope: FleetScope, policy: Policy) -> tuple[int, int]:
-    """(MiB in all, MiB leased to background work) of its devices."""
+    """Return (all MiB, MiB leased to background work) of the devices in the scope."""
     total_mb = used_mb = 0
     for _, key in _devices(world, scope, policy):
         ledger = world.ledgers[key]
@@ -387,7 +395,7 @@ def _background_use(world: World, scope: FleetScope, policy: Policy) -> tuple[in
 
 
 def _is_filled(ledger: DeviceLedger) -> bool:
-    """Return True if the device has leases of idle work, and no others that stay."""
+    """Return True if the device has leases of idle work, and apart from these only leases that give way."""
     priorities = [holding.lease.priority for holding in ledger.holdings.values()]
     remaining = [priority for priority in priorities if not gives_way(priority)]
     return bool(remaining) and all(map(is_idle_work, remaining))

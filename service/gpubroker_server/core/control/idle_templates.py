@@ -1,5 +1,5 @@
-"""Idle templates: the number of tasks of each that the gateways are to submit, so that idle devices have
-work."""
+"""Idle templates: decide how many tasks of each template the gateways are to submit, so that idle devices
+have work."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
@@ -16,14 +16,16 @@ from gpubroker_server.core.world.background import gives_way
 from gpubroker_server.core.world.world import World
 
 NAME_PREFIX = "idle/"
-"""The name of a template's tasks is this and the template's; no other task may have such a name."""
+"""The beginning of the name of a template's tasks. The template's name follows. No other task may have such a
+name."""
 
 MEMORY_SECONDS = Seconds(3600.0)
-"""Time constant of a template's use: after this time without work, hardly a third of what it has used still
-counts."""
+"""Time constant with which a template's use is forgotten. After this time without work, about a third of the
+use still counts."""
 
 MOST_WAITING = 32
-"""Most waiting tasks of one template. Gateways submit them one by one, and a look has to be short."""
+"""The most waiting tasks of one template. The number is small because gateways submit the tasks one by one,
+and each look must be short."""
 
 FIRST_PAUSE_SECONDS = Seconds(2.0)
 LONGEST_PAUSE_SECONDS = Seconds(600.0)
@@ -44,7 +46,7 @@ class Template(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """An idle device, or the CPUs of an idle node: what one task may fill."""
+    """A place that one task may fill: an idle device, or the CPUs of an idle node."""
 
     name: str
     node: NodeName
@@ -52,13 +54,14 @@ class Seat(NamedTuple):
 
 
 class TemplateSeen(NamedTuple):
-    """A template, as the leader publishes it."""
+    """The state of a template, as the leader publishes it."""
 
     name: str
     running: int = 0
     waiting: int = 0
     number: int = 0
-    """The number of the template's next task in this term. All gateways choose the same key for it."""
+    """The number of the template's next task in this term. All gateways derive the same idempotency key from
+    it."""
     missing: int = 0
     """The number of tasks that are to be submitted now, with this number and the following ones."""
     paused_until: Instant | None = None
@@ -66,7 +69,7 @@ class TemplateSeen(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """A pause after a failure. It is twice as long as the one before, if no task succeeded since."""
+    """A pause after a failure. It is twice as long as the pause before it, if no task has succeeded since."""
 
     seconds: Seconds
     until: Instant
@@ -74,7 +77,7 @@ class Pause(NamedTuple):
 
 def seats(world: World, idle: Iterable[str], templates: Sequence[Template]) -> list[Seat]:
     """Return the seats on these devices (by key) and nodes (by name), in the order of nodes."""
-    found = []
+    all_seats = []
     for name in idle:
         ledger = world.ledgers.get(DeviceKey(name))
         node = world.nodes.get(NodeName(name) if ledger is None else ledger.device.node)
@@ -83,16 +86,18 @@ def seats(world: World, idle: Iterable[str], templates: Sequence[Template]) -> l
         if ledger is None:
             takers = [template for template in templates if not template.demand.gpus]
         else:
-            room_mb = ledger.unallocated_mb() + ledger.held_mb()  # what holds it has left when it is open
+            room_mb = (
+                ledger.unallocated_mb() + ledger.held_mb()
+            )  # the present holders have left when the seat is open
             takers = [template for template in templates if 0 < _need_mb(template, ledger.device) <= room_mb]
         takers = [template for template in takers if may_use_node(template.demand, node)]
         if takers:
-            found.append(Seat(name, node.name, tuple(takers)))
-    return sorted(found, key=attrgetter("node", "name"))
+            all_seats.append(Seat(name, node.name, tuple(takers)))
+    return sorted(all_seats, key=attrgetter("node", "name"))
 
 
 def _need_mb(template: Template, device: Device) -> int:
-    """0: it does not go there."""
+    """Return the MiB that a task of the template needs on the device; 0 if it cannot run there."""
     return (need_mb(template.demand, device) or 0) if template.demand.gpus else 0
 
 
@@ -103,11 +108,14 @@ def missing(
     used_seconds: Mapping[str, float],
     paused: Container[str] = (),
 ) -> Counter[str]:
-    """Return how many more tasks of each template fill these seats. `alive`: tasks that run or wait.
-    Each seat goes to the template for which (what it has, with this task, and has used lately) / weight is
-    least, as far as its `max_running` allows; first to those with tasks that wait already. So a few seats are
-    shared by weight at each moment, and one seat as time goes by."""
-    held, to_come, more = Counter(alive), Counter(waiting), Counter[str]()
+    """Return how many more tasks of each template fill these seats. `alive` has the number of tasks of each
+    template that run or wait; `waiting` has the waiting ones.
+
+    Each seat goes to the template for which (seats that it has with this task + recent use) / weight is
+    least, as far as its `max_running` allows. Templates with waiting tasks go first. So several seats are
+    shared by weight at each moment, and a single seat is shared over time.
+    """
+    held_tasks, to_come, more = Counter(alive), Counter(waiting), Counter[str]()
 
     may_come: dict[str, int] = {}
 
@@ -119,7 +127,7 @@ def missing(
         return number > 0
 
     def cost(template: Template) -> tuple[bool, float, str]:
-        used = (held[template.name] + 1) * template.seats + used_seconds.get(template.name, 0.0)
+        used = (held_tasks[template.name] + 1) * template.seats + used_seconds.get(template.name, 0.0)
         return not to_come[template.name], used / template.weight, template.name
 
     for _, group in groupby(open_seats, attrgetter("node")):
@@ -132,31 +140,31 @@ def missing(
                 to_come[chosen.name] -= 1
             else:
                 more[chosen.name] += 1
-                held[chosen.name] += 1
+                held_tasks[chosen.name] += 1
     return more
 
 
 class SeatGroup(NamedTuple):
-    """The number of seats of one node for the same templates."""
+    """The number of seats of one node that the same templates may take."""
 
     takers: tuple[Template, ...]
     seats: int
 
 
 def _able(left: Sequence[SeatGroup]) -> Iterable[Template]:
-    """Return the templates that find enough seats among these."""
+    """Return the templates of which a task finds enough seats among these."""
     if len(left) == 1:
         return (template for template in left[0].takers if template.seats <= left[0].seats)
-    found = {template.name: template for seat_group in left for template in seat_group.takers}
+    templates = {template.name: template for seat_group in left for template in seat_group.takers}
     count = Counter[str]()
     for seat_group in left:
         for template in seat_group.takers:
             count[template.name] += seat_group.seats
-    return (template for name, template in found.items() if template.seats <= count[name])
+    return (template for name, template in templates.items() if template.seats <= count[name])
 
 
 def _without(left: Sequence[SeatGroup], chosen: Template) -> list[SeatGroup]:
-    """Return the seats that remain when a task of the chosen template has its own."""
+    """Return the seats that remain after a task of the chosen template has taken its seats."""
     need, after = chosen.seats, list[SeatGroup]()
     for seat_group in left:
         taken = min(need, seat_group.seats) if chosen in seat_group.takers else 0
@@ -167,7 +175,7 @@ def _without(left: Sequence[SeatGroup], chosen: Template) -> list[SeatGroup]:
 
 
 class IdleFill:
-    """The templates of one term: which tasks are theirs, and what they have used lately."""
+    """The templates of one term, with their tasks and what they have used lately."""
 
     def __init__(self, sample_period_seconds: float) -> None:
         self._period_seconds = sample_period_seconds
@@ -176,20 +184,22 @@ class IdleFill:
         self._seats: Sequence[Seat] = ()
         self._tasks: dict[TaskId, str] = {}
         self._submitted: Counter[str] = Counter()
-        """Template -> number of tasks submitted in this term."""
+        """Template -> the number of tasks submitted in this term."""
         self._used_seconds: dict[str, float] = {}
         self._pauses: dict[str, Pause] = {}
         self._looked_at: Instant | None = None
 
     def note(self, task: Task, *, is_new: bool) -> None:
-        """Count a task of a template. `is_new`: True if it was submitted in this term."""
+        """Count the task if it belongs to a template. `is_new` is True if the task was submitted in this
+        term."""
         if (name := _template_of(task)) is not None:
             self._tasks[task.id] = name
             self._submitted[name] += is_new
 
     def end(self, task: Task, now: Instant) -> None:
-        """Note how a task of a template ended: a template whose tasks fail at once pauses, so that they are
-        not submitted for ever. Tasks that fail in a pause were submitted before it and do not count."""
+        """Note how a task of a template ended. A template pauses after a failed task, so that failing tasks
+        are not submitted for ever. Tasks that fail during a pause were submitted before it and do not
+        count."""
         name = _template_of(task)
         if name is None:
             return
@@ -204,14 +214,14 @@ class IdleFill:
         return name in self._pauses and now < self._pauses[name].until
 
     def find(self, world: World, idle: Iterable[str]) -> None:
-        """Find the seats anew: what is idle has changed, or the templates have."""
+        """Find the seats anew. Called when the idle resources or the templates may have changed."""
         self._seats = seats(world, idle, self.templates) if self.templates else ()
         names = {template.name for template in self.templates}
         self._pauses = {name: pause for name, pause in self._pauses.items() if name in names}
 
     def look(self, world: World, idle: Set[str], now: Instant) -> None:
-        """Note in `seen` how many tasks of each template run, wait and are missing. `idle`: the devices of
-        the seats that are still idle."""
+        """Set `seen` to the number of tasks of each template that run, wait and are missing. `idle` has the
+        names of the devices and nodes that are still idle."""
         running, waiting = self._count(world)
         alive = running + waiting
         self._age(alive, now)
@@ -230,7 +240,7 @@ class IdleFill:
         )
 
     def _open_seats(self, world: World, idle: Set[str], now: Instant) -> Iterator[Seat]:
-        """Yield the seats where a task may start now, beside nothing that stays."""
+        """Yield the seats on which a task may start now, because all present holders give way."""
         for name, group in groupby(self._seats, attrgetter("node")):
             if not world.takes_work(world.nodes[name]):
                 continue
@@ -248,7 +258,7 @@ class IdleFill:
                     yield seat
 
     def _count(self, world: World) -> tuple[Counter[str], Counter[str]]:
-        """(tasks that run, tasks that wait) of each template."""
+        """Return (running tasks, waiting tasks) by template."""
         running, waiting = Counter[str](), Counter[str]()
         for id, name in list(self._tasks.items()):
             task = world.tasks.get(id)
@@ -261,13 +271,14 @@ class IdleFill:
         return running, waiting
 
     def _age(self, alive: Mapping[str, int], now: Instant) -> None:
-        """Age the use of each template. What was to be submitted counts as used too, whether it came or not:
-        a template with refused tasks keeps no seat from the others."""
+        """Age the use of each template, and add the use since the last look. Tasks that were to be submitted
+        count as used even if they were not, so that a template whose tasks are refused does not keep seats
+        from the others."""
         seconds = 0.0 if self._looked_at is None else max(0.0, now - self._looked_at)
         asked = {seen.name: seen.missing for seen in self.seen}
-        kept = max(0.0, 1.0 - seconds / MEMORY_SECONDS)
+        remaining_share = max(0.0, 1.0 - seconds / MEMORY_SECONDS)
         self._used_seconds = {
-            template.name: kept * self._used_seconds.get(template.name, 0.0)
+            template.name: remaining_share * self._used_seconds.get(template.name, 0.0)
             + seconds * template.seats * (alive.get(template.name, 0) + asked.get(template.name, 0))
             for template in self.templates
         }

@@ -7,7 +7,8 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 
 LARGE_BYTES = 256 * 2**20
 GROWN_BYTES, GROWN_SECONDS = 64 * 2**20, Seconds(600.0)
-"""A log that has grown by so many bytes, for so many seconds, without being shortened is a finding."""
+"""A log that has grown by at least GROWN_BYTES, for at least GROWN_SECONDS, without being shortened is a
+finding."""
 
 
 class LogGrowth(Struct, frozen=True):
@@ -15,7 +16,7 @@ class LogGrowth(Struct, frozen=True):
     grown_bytes: int
     """The bytes by which the log has grown since `since`."""
     since: Instant
-    """When the log was last shortened, or first looked at."""
+    """The time at which the log was last shortened, or first looked at."""
 
     def is_too_much(self, now: Instant) -> bool:
         has_grown = self.grown_bytes >= GROWN_BYTES and now - self.since >= GROWN_SECONDS
@@ -27,12 +28,12 @@ class LogWatch:
 
     def __init__(self) -> None:
         self.seen: LogGrowth | None = None
-        """None before the first look."""
+        """The growth as of the last look; None before the first look."""
 
     def look(self, size_bytes: int, now: Instant) -> None:
-        known = self.seen
-        if known is None or size_bytes < known.size_bytes:
+        last_growth = self.seen
+        if last_growth is None or size_bytes < last_growth.size_bytes:
             self.seen = LogGrowth(size_bytes, 0, now)
-        elif size_bytes > known.size_bytes:
-            grown_bytes = known.grown_bytes + size_bytes - known.size_bytes
-            self.seen = LogGrowth(size_bytes, grown_bytes, known.since)
+        elif size_bytes > last_growth.size_bytes:
+            grown_bytes = last_growth.grown_bytes + size_bytes - last_growth.size_bytes
+            self.seen = LogGrowth(size_bytes, grown_bytes, last_growth.since)

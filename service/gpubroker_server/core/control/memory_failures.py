@@ -1,4 +1,5 @@
-"""Runs that ended for lack of memory, counted by what ran out. In one leader's memory only."""
+"""Count runs that ended for lack of memory, by the kind of memory. The counts are kept in the leader's memory
+only."""
 
 import re
 from collections.abc import Iterable
@@ -25,18 +26,19 @@ class MemoryFailures(NamedTuple):
     """The failures of the tasks of one name."""
 
     memory: str
-    """cuda: a framework's own error; host: more than was asked for; node: Ray's memory monitor killed it."""
+    """`cuda` after a framework's own error, `host` if the run took more than it asked for, `node` if Ray's
+    memory monitor killed the run."""
     tenant: str
     name: str
     task: TaskId
-    """The last one."""
+    """The task that failed last."""
     times: int
     first_at: Instant
     last_at: Instant
 
 
 def memory_of(failure: Failure | None) -> str | None:
-    """Return which memory ran out; None if the failure was another."""
+    """Return the kind of memory that ran out; None if the failure had another cause."""
     if failure is None:
         return None
     return _OF_OURS.get(failure.kind) or ("cuda" if _OF_FRAMEWORKS.search(failure.message) else None)
@@ -45,10 +47,11 @@ def memory_of(failure: Failure | None) -> str | None:
 class MemoryFailureCount:
     def __init__(self) -> None:
         self._known: dict[tuple[str, str, str], MemoryFailures] = {}
-        """The one that failed longest ago comes first."""
+        """(memory, tenant, name) -> failures. The entry with the oldest last failure comes first."""
 
     def note(self, decisions: Iterable[Decision]) -> None:
-        """Count the failures in committed decisions. The end of a run has its outcome and its task."""
+        """Count the failures in committed decisions. A decision about the end of a run has the outcome and
+        the task."""
         for decision in decisions:
             outcome = decision.outcome
             memory = None if outcome is None else memory_of(outcome.failure)
@@ -56,10 +59,12 @@ class MemoryFailureCount:
                 continue
             for write in decision.tasks[:1]:
                 about, at = (memory, write.task.tenant, write.task.name), outcome.at
-                known = self._known.pop(about, None)
-                if known is None or at - known.last_at > LATELY_SECONDS:
-                    known = MemoryFailures(*about, write.task.id, 0, at, at)
-                self._known[about] = known._replace(task=write.task.id, times=known.times + 1, last_at=at)
+                failures = self._known.pop(about, None)
+                if failures is None or at - failures.last_at > LATELY_SECONDS:
+                    failures = MemoryFailures(*about, write.task.id, 0, at, at)
+                self._known[about] = failures._replace(
+                    task=write.task.id, times=failures.times + 1, last_at=at
+                )
         while len(self._known) > MOST_COUNTED:
             del self._known[next(iter(self._known))]
 

@@ -1,4 +1,4 @@
-"""Nodes that join, leave, or have more to do than they can."""
+"""Watch for nodes that join, leave, or are overloaded."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -10,21 +10,21 @@ from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.world.world import World
 
 ANSWER_SECONDS = Seconds(30.0)
-"""The time after which nodes of the last term that have not answered a new one count as gone, if others have
-answered."""
+"""The time in a new term after which nodes of the last term that have not answered count as gone, if other
+nodes have answered."""
 GONE_SECONDS = Seconds(600.0)
-"""The time after which a node that has not answered is gone, and is neither idle, full nor overloaded; also
-that after which a disk is gone that is missing in what its node measures."""
+"""The time after which a silent node is gone, and counts neither as idle, full nor overloaded. After the same
+time, a disk is gone that its node no longer measures."""
 
 
 class Overload(NamedTuple):
     node: NodeName
     measure: str
-    """`cpu` or `host_memory`: the share of it that is in use."""
+    """`cpu` or `host_memory`, of which too large a share is in use."""
 
 
 class NodeWatch:
-    """Watches the use of nodes. It lives in the memory of one leader."""
+    """Watches which nodes answer and how much they are used. It lives in the memory of one leader."""
 
     def __init__(
         self,
@@ -32,20 +32,20 @@ class NodeWatch:
         period_seconds: Seconds,
         overloaded: Iterable[Overload] = (),
     ) -> None:
-        """`thresholds`: measure -> its threshold. `period_seconds`: the time between two samples.
-        `overloaded`: the overloads that were there in the last term."""
+        """`thresholds` maps a measure to its threshold. `period_seconds` is the time between two samples.
+        `overloaded` has the overloads of the last term."""
         self._thresholds = thresholds
         self._period_seconds = period_seconds
         self._expected: set[NodeName] = set()
-        """Nodes of the last term that have not answered the present one yet."""
+        """Nodes of the last term that have not answered in the present term yet."""
         self._present: set[NodeName] = set()
         self._since: Instant | None = None
         self._silent_since: dict[NodeName, Instant] = {}
-        """Silent node -> the time since which it does not answer."""
+        """Node that does not answer -> the time since which it is silent."""
         self._alarms = dict.fromkeys(overloaded, Alarm(is_on=True))
 
     def expect(self, nodes: Iterable[NodeName]) -> None:
-        """Note that these nodes were there in the last term, so that it is no news if they answer this
+        """Note the nodes of the last term, so that they are not reported as joined when they answer this
         leader."""
         self._expected.update(nodes)
 
@@ -54,7 +54,7 @@ class NodeWatch:
         return tuple(about for about, alarm in self._alarms.items() if alarm.is_on)
 
     def gone(self, world: World, now: Instant) -> set[NodeName]:
-        """Nodes that have not answered this leader for long."""
+        """Return the nodes that have not answered this leader for GONE_SECONDS."""
         silent = [name for name, node in world.nodes.items() if not node.ready]
         self._silent_since = {name: self._silent_since.get(name, now) for name in silent}
         return {name for name, since in self._silent_since.items() if now - since > GONE_SECONDS}
@@ -85,9 +85,9 @@ class NodeWatch:
             values = {} if sample.is_stale(now, self._period_seconds) else _use(sample)
             for measure, threshold in self._thresholds.items():
                 about, value = Overload(node, measure), values.get(measure)
-                known = before.get(about, Alarm())
-                self._alarms[about] = alarm = known.follow(value, threshold, now)
-                if alarm.is_on and not known.is_on:
+                alarm_before = before.get(about, Alarm())
+                self._alarms[about] = alarm = alarm_before.follow(value, threshold, now)
+                if alarm.is_on and not alarm_before.is_on:
                     fields = {"measure": measure, "value": value, "threshold": threshold.high}
                     yield Notice("fleet.NODE_OVERLOADED", node, fields)
 

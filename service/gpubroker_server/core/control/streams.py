@@ -1,4 +1,4 @@
-"""Weights of work streams: the weight in the queue now, and the chance to be drawn."""
+"""Weights of work streams: their present weights in the queue, and their chances to be drawn."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Set
@@ -13,8 +13,8 @@ from gpubroker_server.core.domain.policy import Policy, StreamRules
 from gpubroker_server.core.domain.units import Instant
 
 STEADY_WITHIN = 0.05
-"""The share of a weight by which the stream's own must differ before the weight in the queue changes: each
-change puts the queue in another order."""
+"""The relative difference up to which the weight in the queue stays as it is although the stream's weight has
+changed. The limit exists because each change reorders the queue."""
 
 
 class Draw(NamedTuple):
@@ -24,8 +24,8 @@ class Draw(NamedTuple):
 
 
 def factors_of(stream: StreamState, now: Instant, rules: StreamRules) -> Factors:
-    """A stream that has told nothing of something has the factor 1 for it; one that tells no more progress
-    comes back to it."""
+    """Return the factors of a stream's weight. A signal that was never reported has the factor 1. The factor
+    for progress returns to 1 when no more progress is reported."""
     faded = exp(-max(0.0, now - stream.progress_at) / rules.velocity_seconds)
     velocity = 1.0 + rules.velocity_gain * stream.velocity_per_hour * faded
     age_seconds = 0.0 if stream.data_at is None else max(0.0, now - stream.data_at)
@@ -40,20 +40,22 @@ def factors_of(stream: StreamState, now: Instant, rules: StreamRules) -> Factors
 def steady_weights(
     before: Mapping[str, float], streams: Mapping[str, StreamState], policy: Policy, now: Instant
 ) -> dict[str, float]:
-    """The weight of each stream in the queue; `before`: what they were when this was last asked."""
+    """Return the weight of each stream in the queue. `before` has the weights of the last call."""
     weights = {}
     for name, stream in sorted(known_streams(policy.streams, streams).items()):
         weight = factors_of(stream, now, policy.stream_rules).weight
-        was = before.get(name, weight)
-        weights[name] = was if abs(weight - was) <= STEADY_WITHIN * was else weight
+        weight_before = before.get(name, weight)
+        weights[name] = (
+            weight_before if abs(weight - weight_before) <= STEADY_WITHIN * weight_before else weight
+        )
     return weights
 
 
 def draws(
     streams: Mapping[str, StreamState], now: Instant, rules: StreamRules, paused: Set[str] = frozenset()
 ) -> list[Draw]:
-    """Return each stream's chance, in name order. A paused stream has none; the sum of the others is 1, and
-    none of them is less than `least_share` over their number."""
+    """Return the chance of each stream to be drawn, in name order. A paused stream has none. The chances of
+    the others add up to 1, and each is at least `least_share` divided by their number."""
     factors = {name: factors_of(streams[name], now, rules) for name in sorted(streams)}
     weights = [factor.weight for name, factor in factors.items() if name not in paused]
 
@@ -67,8 +69,8 @@ def draws(
 
 
 def drawn(chances: Iterable[Draw], at: float) -> Draw | None:
-    """`at`: a random number from 0 to below 1. Equal chances and numbers give equal draws. None: there is
-    nothing to draw."""
+    """Return the stream that is drawn by `at`, a random number from 0 to below 1; None if there is nothing to
+    draw. Equal chances and numbers give equal draws."""
     able = [draw for draw in chances if draw.probability]
     sums = list(accumulate(draw.probability for draw in able))
     return able[min(bisect_right(sums, at * sums[-1]), len(able) - 1)] if able else None

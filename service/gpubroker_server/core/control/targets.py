@@ -1,4 +1,4 @@
-"""Targets of the operator, and whether what is measured is inside them."""
+"""The operator's targets, and whether the measured values are inside them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,16 +24,16 @@ from gpubroker_server.core.world.world import World
 
 
 class Measure(StrEnum):
-    """The measures of targets, which are published. Each is a share, 0 to 1."""
+    """The measures of targets. Each value is a share, 0 to 1. The names are published."""
 
     GPU_UTILIZATION = "gpu_utilization"
-    """Mean over the devices."""
+    """The mean utilization of the devices."""
     GPU_MEMORY = "gpu_memory"
-    """The memory in use, of all devices together."""
+    """The used share of the memory of all devices together."""
     HOST_MEMORY = "host_memory"
-    """The memory in use, of all nodes together."""
+    """The used share of the memory of all nodes together."""
     DISK = "disk"
-    """The measure of the fullest watched disk."""
+    """The used share of the fullest watched disk."""
 
 
 class FleetScope(NamedTuple):
@@ -46,7 +46,7 @@ class FleetScope(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "FleetScope":
-        """Return the part that the operator means. Raises ValueError."""
+        """Return the part of the fleet that the text names. Raises ValueError if the text is invalid."""
         kind, _, name = text.partition(":")
         if text != "all" and not (kind in ("pool", "label", "node") and name):
             raise ValueError(
@@ -60,7 +60,8 @@ class FleetScope(NamedTuple):
         return f"{self.kind}:{self.name}" if self.name else self.kind
 
     def selector(self, policy: Policy) -> Demand | None:
-        """A demand that may use just its nodes and devices; None for a pool that is no longer configured."""
+        """Return a demand that may use only the nodes and devices of this part; None for a pool that is no
+        longer configured."""
         match self.kind:
             case "node":
                 return _on((("node", (self.name,)),))
@@ -78,7 +79,7 @@ def _on(nodes: Labels, kinds: tuple[str, ...] = ()) -> Demand:
 
 
 class FleetTarget(Struct, frozen=True):
-    """The range in which a measure shall be: from `least` to `most`, both included."""
+    """The range in which a measured value should be: from `least` to `most`, both included."""
 
     measure: Measure = Measure.GPU_UTILIZATION
     least: Annotated[Share, written("min_percent", {})] = 0.0
@@ -86,7 +87,7 @@ class FleetTarget(Struct, frozen=True):
     scope: Annotated[FleetScope, text(FleetScope.of)] = FleetScope()
 
     def __post_init__(self) -> None:
-        """Check that the least is below the most. Raises ValueError."""
+        """Check that `least` is below `most`. Raises ValueError."""
         check_order("min_percent", self.least * 100, "max_percent", self.most * 100)
 
     @property
@@ -98,18 +99,18 @@ class FleetTarget(Struct, frozen=True):
 
 
 class Standing(NamedTuple):
-    """The state of a target."""
+    """The present state of a target."""
 
     value: float | None
-    """The measured value; None if nothing of it is measured now."""
+    """The measured value; None if nothing in the target's scope is measured now."""
     is_in: bool
     since: Instant
-    """The time since which the value is in the range, or out of it."""
+    """The time since which the value has been inside the range, or outside it."""
 
 
 @dataclass(slots=True)
 class _Sums:
-    """The sums over one scope."""
+    """The sums of the measurements in one scope."""
 
     utilizations: list[float] = field(default_factory=list)
     gpu_total_mb: int = 0
@@ -148,8 +149,8 @@ def _share(used: int, total: int) -> float | None:
 def measured(
     world: World, scopes: Iterable[FleetScope], policy: Policy, now: Instant
 ) -> dict[FleetScope, dict[Measure, float | None]]:
-    """Return the measures of each scope. What was not measured for three periods counts nowhere."""
-    found: dict[FleetScope, dict[Measure, float | None]] = {}
+    """Return the measured values of each scope. Samples older than three sample periods do not count."""
+    measures: dict[FleetScope, dict[Measure, float | None]] = {}
     for scope in dict.fromkeys(scopes):
         sums, selector = _Sums(), scope.selector(policy)
         for node in world.nodes.values():
@@ -160,12 +161,13 @@ def measured(
                 for ledger in _fresh(world, node.name, policy, now):
                     if may_use_device(selector, ledger.device):
                         sums.add_device(ledger)
-        found[scope] = sums.values()
-    return found
+        measures[scope] = sums.values()
+    return measures
 
 
 def _fresh(world: World, node: NodeName, policy: Policy, now: Instant) -> Iterator[DeviceLedger]:
-    """Yield the node's measured devices, without those that only stand for their instances."""
+    """Yield the node's devices with a recent sample. A GPU with MIG instances is left out; its instances are
+    not."""
     for key in world.by_node.get(node, ()):
         ledger = world.ledgers[key]
         if ledger.device.offers and not ledger.is_stale(now, policy.sample_period_seconds):
@@ -178,11 +180,12 @@ def follow(
     values: Mapping[FleetScope, Mapping[Measure, float | None]],
     now: Instant,
 ) -> dict[FleetTarget, Standing]:
-    """Return how all targets fare now. A target that is not measured stays in, or out, as it was."""
+    """Return the present state of each target. A target that is not measured stays inside or outside its
+    range, as it was."""
     after = {}
     for target in targets:
-        value, known = values[target.scope][target.measure], before.get(target)
-        is_in = (known is None or known.is_in) if value is None else value in target
-        is_same = known is not None and known.is_in is is_in
-        after[target] = Standing(value, is_in, known.since if known is not None and is_same else now)
+        value, standing = values[target.scope][target.measure], before.get(target)
+        is_in = (standing is None or standing.is_in) if value is None else value in target
+        is_same = standing is not None and standing.is_in is is_in
+        after[target] = Standing(value, is_in, standing.since if standing is not None and is_same else now)
     return after

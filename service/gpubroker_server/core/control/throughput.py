@@ -1,4 +1,4 @@
-"""Items per second that each component gets done."""
+"""Count the items per second that each component processes."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,33 +20,35 @@ COMPONENTS = (*_MOVES.values(), "finished", ITEMS, INFERENCES, CALLS)
 
 class ThroughputRules(Struct, frozen=True):
     seconds: Annotated[Seconds, Meta(ge=1)] = Seconds(300.0)
-    """Rates are means over this time."""
+    """The time over which rates are averaged."""
     change: Share = 0.5
-    """A rate is reported when it differs from the rate that was reported last by this share of the latter,
-    and by `least_per_second`."""
+    """The relative difference from the last reported rate at which a rate is reported. It must also differ by
+    `least_per_second`."""
     least_per_second: PositiveAmount = 0.1
-    """The least difference of a rate that is reported, in items per second."""
+    """The least difference from the last reported rate, in items per second, at which a rate is reported."""
 
 
 class Throughput:
-    """Counts of what has been done since this leader began. It lives in the leader's memory."""
+    """Counts of the items that were processed since this leader began. They are kept in the leader's
+    memory."""
 
     def __init__(self, rules: ThroughputRules) -> None:
         self._rules = rules
         self.done: Counter[str] = Counter(dict.fromkeys(COMPONENTS, 0))
         self._counted = self.done.copy()
         self._counted_at: Instant | None = None
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
 
     def moved(self, transition: Move, *, is_inference: bool) -> None:
-        """A task moved so."""
+        """Count the transition of a task."""
         if (component := _MOVES.get(transition) or _ENDS.get(transition)) is not None:
             self.done[component] += 1
         if is_inference and transition in _ENDS:
             self.done[INFERENCES] += 1
 
     def follow(self, now: Instant) -> Iterator[Notice]:
-        """The rates that have changed, once each period. A clock that is set back begins it anew."""
+        """Yield, once per period, a notice for each rate that has changed. If the clock was set back, the
+        period begins anew."""
         since = self._counted_at
         if since is not None and 0 <= now - since < self._rules.seconds:
             return
@@ -55,10 +57,10 @@ class Throughput:
             return
         for component in COMPONENTS:
             rate = (self._counted[component] - before[component]) / (now - since)
-            published = self._told.get(component, 0.0)
+            published = self._reported.get(component, 0.0)
             step = max(self._rules.change * published, self._rules.least_per_second)
             if abs(rate - published) >= step:
-                self._told[component] = rate
+                self._reported[component] = rate
                 threshold = published + step if rate > published else published - step
                 about = {"items_per_second": rate, "before": published, "threshold": threshold}
                 yield Notice("fleet.THROUGHPUT", component, about)

@@ -1,4 +1,4 @@
-"""Worker sets that cannot keep up with their calls."""
+"""Find worker sets that cannot keep up with their calls."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from gpubroker_server.core.world.world import World
 
 
 class WaitingCalls(NamedTuple):
-    """A worker set with too few workers: as many calls wait as are under way, and each worker has as many as
-    it may."""
+    """A worker set with too few workers: each worker has as many calls as it may take, and at least as many
+    calls wait."""
 
     workers_of: TaskId
-    """The set."""
+    """The id of the worker set."""
     tenant: str
     name: str
     workers: int
@@ -26,8 +26,8 @@ class WaitingCalls(NamedTuple):
 
 
 def waiting_calls(world: World, loads: Mapping[TaskId, Loaded]) -> Iterator[WaitingCalls]:
-    """Yield the worker sets whose calls wait while all workers are busy, by what the workers last
-    reported."""
+    """Yield the worker sets whose calls wait while all workers are busy. `loads` has the last report of each
+    worker."""
     for workers in world.worker_sets.values():
         reported = [
             loads[worker] for worker in workers.workers if worker in loads and _runs(world, loads[worker])

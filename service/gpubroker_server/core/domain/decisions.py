@@ -1,4 +1,5 @@
-"""Decisions: what should change, as values. Each commits whole or not at all; nothing acts before that."""
+"""Decisions: the changes to commit, as values. A decision commits whole or not at all, and nothing acts on it
+before the commit."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -63,16 +64,16 @@ class ItemPage(Struct, frozen=True):
     array: TaskId
     first: int
     page: int
-    """Pages of an array are numbered in the order of their commits, from 1."""
+    """The number of the page. The pages of an array are numbered from 1 in the order of their commits."""
     tenant: str
     count: int
     failed: int
     at: Instant
     lines: bytes
-    """A line of JSON for each item; empty if `digest` names the blob that has them."""
+    """One line of JSON for each item; empty if `digest` names the blob that has the lines."""
     digest: str | None = None
     size_bytes: int = 0
-    """The length of the lines, wherever they are."""
+    """The length of the lines, whether they are in the row or in a blob."""
 
 
 class AuditNote(Struct, frozen=True):
@@ -82,7 +83,7 @@ class AuditNote(Struct, frozen=True):
     at: Instant
     tenant: str
     actor: str
-    """Name of the token; `settings` if the operator's configuration says so."""
+    """The name of the token; `settings` if the action follows from the operator's configuration."""
     action: str
     subject: str
     reason: str
@@ -99,13 +100,14 @@ class Notice(Struct, frozen=True):
 
 
 class QueuePause(Struct, frozen=True):
-    """The queue of one tenant, or of one work stream, starts nothing until it is resumed. One row."""
+    """A pause: the queue of one tenant, or of one work stream, starts nothing until it is resumed. Each pause
+    is one row."""
 
     queue: str
     """`tenant:NAME` or `stream:NAME`."""
     at: Instant
     actor: str
-    """Name of the token."""
+    """The name of the operator's token."""
     reason: str = ""
 
     @property
@@ -121,7 +123,7 @@ class StreamState(Struct, frozen=True):
 
     name: str
     curriculum: float | None = None
-    """The weight that an operator has given the stream; None if it has that of the settings."""
+    """The weight that an operator has given the stream; None if the weight of the settings holds."""
     progress: float | None = None
     progress_at: Instant = Instant(0.0)
     velocity_per_hour: float = 0.0
@@ -137,12 +139,12 @@ class StreamState(Struct, frozen=True):
 def known_streams(
     settings: Iterable[tuple[str, float]], streams: Mapping[str, StreamState]
 ) -> dict[str, StreamState]:
-    """Return all work streams with their weights: those of the settings, and those that were given a weight
-    since."""
-    known = {name: stream for name, stream in streams.items() if stream.curriculum is not None}
+    """Return all work streams that have a weight, by name. A weight that an operator gave goes before that of
+    the settings."""
+    weighted = {name: stream for name, stream in streams.items() if stream.curriculum is not None}
     for name, weight in settings:
-        known.setdefault(name, replace(streams.get(name, StreamState(name)), curriculum=weight))
-    return known
+        weighted.setdefault(name, replace(streams.get(name, StreamState(name)), curriculum=weight))
+    return weighted
 
 
 class WorkerSetWrite(Struct, frozen=True):
@@ -150,7 +152,7 @@ class WorkerSetWrite(Struct, frozen=True):
 
     workers: WorkerSet
     what: str
-    """formed, changed or over; then its row is deleted."""
+    """`formed`, `changed` or `over`. With `over` the row is deleted."""
     changed: tuple[str, ...] = ()
     """Names of the changed fields: the event carries exactly these."""
 
@@ -158,14 +160,15 @@ class WorkerSetWrite(Struct, frozen=True):
 class Decision(Struct, frozen=True):
     """Rows that change together, and the orders to send after the commit.
 
-    Guarded by the leader's term and by the version of every task and lease in it. A lease of version 1 is
-    new. A lease that becomes RELEASED gives its MiB back to the device row in the same transaction.
+    The commit is guarded by the leader's term and by the version of every task and lease in the decision. A
+    lease of version 1 is new. A lease that becomes RELEASED gives its MiB back to the device row in the same
+    transaction.
     """
 
     subject: str
-    """Task id or node name, for logs."""
+    """The task id or node name, for logs."""
     why: str
-    """Stable token: admit, preempt, preempted, ended, cancel, change, retry, node_seen, ..."""
+    """A stable token: admit, preempt, preempted, ended, cancel, change, retry, node_seen, ..."""
     tasks: tuple[TaskWrite, ...] = ()
     leases: tuple[Lease, ...] = ()
     pledges: tuple[PledgeWrite, ...] = ()
@@ -176,7 +179,7 @@ class Decision(Struct, frozen=True):
     items: tuple[ItemPage, ...] = ()
     requests_done: tuple[str, ...] = ()
     answer: str = ""
-    """The digest of the object that answers the requests."""
+    """The digest of the object that answers the requests in `requests_done`; empty if none does."""
     orders: tuple[AnyOrder, ...] = ()
     lessons: tuple[Observation, ...] = ()
     forgotten: tuple[SketchKey, ...] = ()
@@ -186,7 +189,7 @@ class Decision(Struct, frozen=True):
     resumed: tuple[QueuePause, ...] = ()
     worker_sets: tuple[WorkerSetWrite, ...] = ()
     streams: tuple[StreamState, ...] = ()
-    """The row of one of which nothing is told is deleted."""
+    """The changed work streams. The row of a stream that `is_untold` is deleted."""
 
     def is_empty(self) -> bool:
         return not (
@@ -205,12 +208,12 @@ class Decision(Struct, frozen=True):
 
 
 def tenant_delta_mb(decision: Decision) -> dict[str, int]:
-    """Tenant -> change in MiB that it holds if this decision commits; 0 if as much comes as goes."""
+    """Return, by tenant, the change of the MiB that the tenant holds if this decision commits."""
     return _lease_delta_mb(decision, "tenant")
 
 
 def device_delta_mb(decision: Decision) -> dict[str, int]:
-    """Device key -> change in its `leased_mb` if this decision commits."""
+    """Return, by device key, the change of the device's `leased_mb` if this decision commits."""
     return _lease_delta_mb(decision, "device")
 
 
@@ -226,10 +229,10 @@ def _lease_delta_mb(decision: Decision, field: str) -> dict[str, int]:
 def granted_mb(decision: Decision) -> int:
     """Return the MiB that a planned decision gives its task beyond what was pledged to it before; at least
     0."""
-    given: int = sum(lease.mb for lease in decision.leases)
+    granted: int = sum(lease.mb for lease in decision.leases)
     for written in decision.pledges:
         if written.end is None:
-            given += written.pledge.mb
+            granted += written.pledge.mb
         elif written.pledge.preemptor == decision.subject:
-            given -= written.pledge.mb
-    return max(0, given)
+            granted -= written.pledge.mb
+    return max(0, granted)

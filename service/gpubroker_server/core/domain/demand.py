@@ -34,9 +34,9 @@ NO_CONSTRAINTS = PlacementConstraints()
 
 
 class Demand(Struct, frozen=True, cache_hash=True, omit_defaults=True):
-    """Sizes are per device, `cpu` and `memory_mb` of the one node that the task runs on. With neither
-    `gpu_mb` nor `gpu_fraction`, `gpus` are whole devices. `custom` is sorted by name: equal demands compare
-    and hash equal."""
+    """The resources that a task asks for. GPU sizes are per device; `cpu` and `memory_mb` are of the one node
+    that the task runs on. With neither `gpu_mb` nor `gpu_fraction`, `gpus` are whole devices. `custom` is
+    sorted by name, so that equal demands compare and hash equal."""
 
     gpus: int = 0
     gpu_mb: Mib | None = None
@@ -49,18 +49,19 @@ class Demand(Struct, frozen=True, cache_hash=True, omit_defaults=True):
     where: PlacementConstraints = NO_CONSTRAINTS
     pool: str = ""
     slots: tuple[tuple[str, float], ...] = ()
-    """Amounts that count against limits shared by many tasks, sorted by name. Of a bundle: of its pool."""
+    """(name, amount) of the limits, shared by many tasks, that the demand counts against, sorted by name. A
+    bundle has only the amounts of its pool."""
     bundles: tuple["Demand", ...] = ()
-    """The demand of each rank of a gang. The gang's own demand says only `custom` and `slots` (of the ranks
-    that it needs at least) and `pool`."""
+    """The demand of each rank of a gang. The gang's own demand has only `pool`, and the `custom` and `slots`
+    of the ranks that it needs at least."""
     strategy: str = "pack"
-    """The way to spread ranks over nodes: `pack` on few, `spread` on many, `strict_pack` on one,
-    `strict_spread` one each."""
+    """The way to spread ranks over nodes: `pack` on few nodes, `spread` on many, `strict_pack` on one,
+    `strict_spread` with each rank on a node of its own."""
     min_ranks: int | None = None
-    """The number of its ranks, the first ones, with which a gang may run; None if it needs all."""
+    """The number of ranks with which a gang may run, counted from rank 0; None if it needs all."""
     answered_by: str = ""
-    """The model that is to answer an inference. Such a task needs nothing of nodes or devices: the model
-    holds it."""
+    """The model that is to answer an inference; empty for other tasks. An inference needs no node or device
+    of its own: its model holds the memory."""
 
     @property
     def least_ranks(self) -> int:
@@ -68,14 +69,14 @@ class Demand(Struct, frozen=True, cache_hash=True, omit_defaults=True):
 
     @property
     def counted(self) -> tuple[tuple[str, float], ...]:
-        """The custom resources and shared limits that the task counts against: the cluster, or one node, has
-        a limited amount of each."""
+        """(name, amount) of the custom resources and shared limits that the task counts against. The cluster,
+        or each node, has a limited amount of each."""
         return self.custom + self.slots
 
     @property
     def amounts(self) -> tuple[tuple[str, float], ...]:
-        """The amounts that a run gives back to others: custom resources, and what a pool's tasks have
-        together. A place under a limit of running tasks is none."""
+        """(name, amount) of what a run gives back to other tasks: custom resources, and amounts that the
+        tasks of a pool share. A place under a limit of running tasks is not an amount."""
         return self.custom + tuple(slot for slot in self.slots if slot[0].startswith("pool:"))
 
     @property
@@ -104,9 +105,9 @@ _DEFAULTS = {field.name: field.default for field in fields(Demand)}
 
 
 def need_mb(demand: Demand, device: Device) -> Mib | None:
-    """Return the MiB to lease on this device; None if it is not allowed, or too small even when empty. A
-    stated size has the device's `context_mb` on top; a whole device, or a fraction (rounded down) of what may
-    be leased of it, includes the context."""
+    """Return the MiB to lease on this device; None if the demand may not use the device, or if the device is
+    too small even when empty. A stated size gets the device's `context_mb` on top. A whole device, or a
+    fraction of its allocatable memory (rounded down), includes the context."""
     if not may_use_device(demand, device):
         return None
     room = device.allocatable_mb
@@ -121,7 +122,8 @@ def need_mb(demand: Demand, device: Device) -> Mib | None:
 
 
 def context_mb(demand: Demand, device: Device) -> Mib:
-    """The part of a lease that is the process's CUDA context: only a stated size has it on top."""
+    """Return the MiB that are added to the demand for the CUDA context of its process. Only a stated size
+    gets them."""
     return Mib(0) if demand.gpu_mb is None else device.context_mb
 
 
@@ -142,7 +144,8 @@ def may_use_node(demand: Demand, node: Node) -> bool:
 
 
 def device_preference_rank(demand: Demand, device: Device) -> int:
-    """Index of its kind in the preferred kinds; 0 is best, and also means no preference."""
+    """Return the index of the device's kind in the preferred kinds. The best is 0, which is also the answer
+    without a preference."""
     preferred = demand.where.prefer_kinds
     for place, name in enumerate(preferred):
         if is_of_kind(device.kind, name):
@@ -154,13 +157,13 @@ def node_preference_rank(demand: Demand, node: Node) -> int:
     return len(_unmet(demand.where.prefer_nodes, node)) if demand.where.prefer_nodes else 0
 
 
-def _unmet(wanted: Labels, node: Node) -> list[str]:
+def _unmet(labels: Labels, node: Node) -> list[str]:
     node_labels = {**dict(node.labels), "node": node.name}
-    return [label for label, values in wanted if node_labels.get(label) not in values]
+    return [label for label, values in labels if node_labels.get(label) not in values]
 
 
 class NodeUpperBound(NamedTuple):
-    """An upper bound of what one node offers, for a quick test."""
+    """An upper bound of the GPU memory that one node offers, for a quick test."""
 
     amounts: tuple[int, ...]
     whole: int
@@ -176,7 +179,8 @@ class NodeUpperBound(NamedTuple):
 
 
 def ceiling(offered: Iterable[tuple[Device, int]]) -> NodeUpperBound:
-    """`offered`: pairs of a device and the MiB that could be leased there."""
-    found = list(offered)
-    amounts = sorted((mb for _, mb in found), reverse=True)
-    return NodeUpperBound(tuple(amounts), sum(mb >= device.allocatable_mb for device, mb in found))
+    """Return the upper bound of a node. `offered` has pairs of a device and the MiB that could be leased on
+    it."""
+    offers = list(offered)
+    amounts = sorted((mb for _, mb in offers), reverse=True)
+    return NodeUpperBound(tuple(amounts), sum(mb >= device.allocatable_mb for device, mb in offers))

@@ -1,4 +1,4 @@
-"""Nodes and devices, their kinds, the last measurement of each, and what a node is asked about its disks."""
+"""Nodes and devices, their kinds, their last measurements, and the questions to a node about its disks."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -35,13 +35,14 @@ def is_of_kind(reported: str, name: str) -> bool:
 
 
 def kind_of(reported: str, kinds: Iterable[GpuKind]) -> GpuKind | None:
-    """The kind with the longest matching name; of equally long ones, the first by name."""
-    found = [kind for kind in kinds if is_of_kind(reported, kind.name)]
-    return min(found, key=lambda kind: (-len(kind.name), kind.name), default=None)
+    """Return the kind with the longest matching name; of equally long names, the first in alphabetical
+    order."""
+    matching = [kind for kind in kinds if is_of_kind(reported, kind.name)]
+    return min(matching, key=lambda kind: (-len(kind.name), kind.name), default=None)
 
 
 class Closure(Struct, frozen=True):
-    """Why nothing new starts on a device. What runs there goes on."""
+    """The reason for which nothing new starts on a device. Runs that are already there go on."""
 
     cause: str
     """`xid`, `ecc`, `remap`, `recovery` (signs of its driver), `failures` (runs failed there at once) or
@@ -59,7 +60,7 @@ class Closure(Struct, frozen=True):
 
 
 class Device(Struct, frozen=True, dict=True):
-    """One GPU. `physical_mb` is the whole; `reserve_mb` is never leased."""
+    """One GPU. `physical_mb` is its whole memory in MiB, of which `reserve_mb` is never leased."""
 
     key: DeviceKey
     node: NodeName
@@ -69,9 +70,9 @@ class Device(Struct, frozen=True, dict=True):
     physical_mb: Mib
     reserve_mb: Mib = Mib(0)
     declared_foreign_mb: Mib = Mib(0)
-    """The MiB that the operator declares for other programs: set aside, and expected to be in use."""
+    """The MiB that the operator sets aside for other programs. They are expected to be in use."""
     power: int = 0
-    """The rank of the device's kind: more is stronger; 0 if the kind has none."""
+    """The power of the device's kind: a higher number is a stronger GPU; 0 if the kind states none."""
     context_mb: Mib = Mib(0)
     simulated: bool = False
     parent: str = ""
@@ -86,14 +87,15 @@ class Device(Struct, frozen=True, dict=True):
 
     @cached_property
     def allocatable_mb(self) -> Mib:
-        """The most that all leases may sum up to, in MiB. A whole-device lease is this large."""
+        """The most MiB that all leases of the device may add up to. A lease of the whole device has this
+        size."""
         usable_mb = self.physical_mb - self.reserve_mb - self.declared_foreign_mb
         return Mib(max(0, usable_mb)) if self.offers else Mib(0)
 
     @cached_property
     def sort(self) -> str:
-        """A text that is equal for devices which a demand can tell apart by name only. Cached because each
-        placement reads it."""
+        """A text that is equal for devices which a demand can tell apart only by their names. It is cached
+        because each placement reads it."""
         part = "part" if self.parent else "whole"
         sizes = f"{self.physical_mb}/{self.allocatable_mb}/{self.context_mb}"
         return f"{self.kind}/{sizes}/{self.power}/{part}"
@@ -104,7 +106,7 @@ class Device(Struct, frozen=True, dict=True):
 
     @property
     def is_closed(self) -> bool:
-        """Nothing new starts on it."""
+        """True if nothing new starts on the device."""
         return self.closure is not None and not self.closure.is_waived
 
     @property
@@ -133,30 +135,30 @@ class Node(Struct, frozen=True):
     incarnation: str
     boot_id: str
     ready: bool = True
-    """The agent has answered this leader's term; until then nothing is placed here."""
+    """True if the agent has answered this leader's term. Until then nothing is placed on the node."""
     cordoned: bool = False
-    """An operator says that nothing new starts here."""
+    """True if an operator has decided that nothing new starts on the node."""
     cordon_reason: str = ""
     cordoned_by: str = ""
-    """Name of the operator's token."""
+    """The name of the operator's token."""
     cordoned_at: Instant | None = None
     draining_since: Instant | None = None
     """The time since which the runs on this node are asked to leave; None if they are not. A draining node is
     also cordoned."""
     drain_deadline_at: Instant | None = None
-    """The time at which every run is ended, whatever its priority; None: never."""
+    """The time at which the drain ends every run that is left, whatever its priority; None: never."""
     labels: tuple[tuple[str, str], ...] = ()
     custom: tuple[tuple[str, float], ...] = ()
-    """Amounts of the custom resources that every node has for itself, sorted by name."""
+    """(name, amount) of the custom resources of which each node has an amount of its own, sorted by name."""
     version: int = 1
 
 
 class DiskSample(NamedTuple):
-    """The file system of one watched directory."""
+    """The measured file system of one watched directory."""
 
     path: str
     total_bytes: int
-    """The size without the part that is reserved, for root or by a quota."""
+    """The size of the file system without the part that is reserved for root or by a quota."""
     free_bytes: int
     """The bytes that a process without privileges may still write."""
 
@@ -166,16 +168,16 @@ class DiskSample(NamedTuple):
 
 
 class StoreSample(NamedTuple):
-    """Ray's object store on a node. How much of it is in use, Ray tells no process of another program."""
+    """Ray's object store on a node. Its use is missing, because Ray does not tell it to other programs."""
 
     total_mb: int
     spilled_mb: int | None
-    """The memory that was written to disk below Ray's session for lack of room, and is not deleted yet; None
-    if that does not answer."""
+    """The MiB that were written to disk below Ray's session for lack of room and are not deleted yet; None if
+    the file system does not answer."""
 
 
 class UnreachedNode(NamedTuple):
-    """Another node of the cluster, to which this one cannot connect."""
+    """Another node of the cluster to which the reporting node cannot connect."""
 
     node: NodeName
     address: str
@@ -187,12 +189,13 @@ class GpuHealth(ShownHealth, frozen=True, array_like=True):
 
 
 class NodeSample(Struct, frozen=True):
-    """The machine of a node; a report of its agent, which is kept in memory and is no event."""
+    """The measurements of a node's machine, as its agent reports them. The report is kept in memory; it is no
+    event."""
 
     node: NodeName
     at: Instant
     cpu: float
-    """The share of all CPUs of the node that was busy since the sample before: 0 to 1."""
+    """The share, 0 to 1, of the node's CPU time that was busy since the previous sample."""
     memory_total_mb: Mib
     memory_available_mb: Mib
     memory_pressure: float | None = None
@@ -205,15 +208,16 @@ class NodeSample(Struct, frozen=True):
     store: StoreSample | None = None
     """The sample of Ray's object store; None if Ray does not tell."""
     gpus: Mapping[str, GpuHealth] = field(default_factory=dict)
-    """UUID -> health, without simulated GPUs and without those that do not answer now."""
+    """UUID -> health of the GPU. Simulated GPUs and GPUs that do not answer now are left out."""
     network: float | None = None
-    """The share of its speed that the busiest interface used since the sample before, in the busier
+    """The share of its speed that the busiest network interface used since the previous sample, in the busier
     direction; None if the kernel tells no speed."""
     unreached: tuple[UnreachedNode, ...] = ()
-    """The nodes that this one could not reach, of those that it has tried lately."""
+    """The nodes that this node has lately tried to reach, and could not."""
 
     def is_stale(self, now: Instant, period_seconds: float) -> bool:
-        """Return True if the sample is older than three periods, as for the sample of a device."""
+        """Return True if the sample is older than three periods. The samples of devices have the same
+        limit."""
         return now - self.at > 3 * period_seconds
 
     @property
@@ -227,10 +231,10 @@ class FileClass(StrEnum):
 
     LOG = "log"
     EMPTY_DATABASE = "empty_database"
-    """A SQLite file without a row."""
+    """A SQLite database without a row."""
     CHECKPOINT = "checkpoint"
     REDUNDANT = "redundant"
-    """The operator's sync command has confirmed that there is a copy elsewhere."""
+    """A file of which the operator's sync command has confirmed a copy elsewhere."""
 
 
 FILE_CLASSES: Final = {
@@ -239,23 +243,23 @@ FILE_CLASSES: Final = {
     "checkpoints": FileClass.CHECKPOINT,
     "redundant": FileClass.REDUNDANT,
 }
-"""The names that the settings use."""
+"""The name of each class in the settings."""
 
 
 class WatchedRoot(Struct, frozen=True):
-    """A directory of nodes below which the disk guard may delete files of one class."""
+    """A directory on nodes below which the disk guard may delete files of one class."""
 
     path: str
     file_class: Annotated[FileClass, written("class", FILE_CLASSES)]
     sync_command: tuple[str, ...] = ()
-    """The program, with its arguments, that copies the files: none goes of which it does not say that there
-    is a copy. Redundant files have one."""
+    """The program, with its arguments, that copies the files. A file is deleted only if the program says that
+    there is a copy. Roots of redundant files need a sync command."""
     sync_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 600.0
-    """The command gets no longer."""
+    """The time after which the sync command is stopped."""
 
 
 class FoundFile(NamedTuple):
-    """A file that may go, and by what it is known again."""
+    """A file that may be deleted, with the facts by which it is recognized again."""
 
     root: str
     path: str
@@ -271,42 +275,43 @@ class FoundFile(NamedTuple):
 
 
 class DiskQuestion(Struct, frozen=True):
-    """Look for what may be deleted, or delete what such a look has found."""
+    """Look for files that may be deleted, or delete the files that an earlier look has found."""
 
     request: str
-    """The request that the DiskReport answers."""
+    """The id of the request that the DiskReport answers."""
     roots: tuple[WatchedRoot, ...]
     spared: tuple[str, ...]
     warn: float
-    """The share of a disk down to which it is cleaned."""
+    """The used share of a disk down to which the disk is cleaned."""
     old_seconds: Seconds
     deletes: tuple[FoundFile, ...] | None = None
     """The files to delete; None to look for them."""
     runs_sync: bool = False
-    """Run the sync commands; without that, nothing is found in a root that has one."""
+    """True to run the sync commands. Otherwise nothing is found in a root that has one."""
     live: tuple[str, ...] = ()
-    """Checkpoints from which tasks would go on, as whole paths. Dispatch adds them."""
+    """The whole paths of the checkpoints from which tasks would go on. Dispatch adds them."""
     above: float = 0.0
     """The used share below which a disk is left as it is."""
 
 
 class DiskOrder(DiskQuestion, frozen=True, kw_only=True):
-    """A question to the agent of one node."""
+    """A DiskQuestion to the agent of one node."""
 
     node: NodeName
 
 
 class DiskReport(Struct, frozen=True):
-    """The answer to a DiskOrder. Kept by the leader that asked; not an event."""
+    """The answer to a DiskOrder. The leader that asked keeps it; it is no event."""
 
     node: NodeName
     at: Instant
     request: str
     files: tuple[FoundFile, ...] = ()
-    """The files that may go, in this order; or those that are gone."""
+    """The files that may be deleted, in the order of deletion; or the files that were deleted."""
     kept: tuple[tuple[str, int], ...] = ()
-    """(reason, number) of the other files, which stay."""
+    """(reason, number of files) of the files that stay."""
     is_first: bool = False
-    """Nothing was looked at with these roots and rules before, so this may only be a dry run."""
+    """True if a root was looked at for the first time with these rules, so that this may only be a dry
+    run."""
     message: str = ""
-    """The fault; empty if there was none."""
+    """The error that occurred; empty if there was none."""

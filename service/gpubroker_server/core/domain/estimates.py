@@ -16,7 +16,7 @@ RELATIVE_ERROR = 0.02
 """The largest relative error of a quantile."""
 
 MOST_COUNTED = 1000
-"""The number of values above which all counts are halved, so that recent runs count more than old ones."""
+"""The number of values at which all counts are halved, so that recent runs count more than old ones."""
 
 _GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 _LOG_GROWTH = log(_GROWTH)
@@ -26,11 +26,11 @@ _SMALLEST = 1e-3
 
 class Sketch(Struct, frozen=True):
     counts: tuple[tuple[int, int], ...] = ()
-    """(bucket, count), ordered by bucket, counts above 0. Bucket i holds values up to growth**i."""
+    """(bucket, count), ordered by bucket. Counts are above 0. Bucket i holds values up to _GROWTH**i."""
 
     @property
     def n(self) -> int:
-        """The number of values that the sketch holds, without forgotten ones."""
+        """The number of values that the sketch holds. Values that were forgotten by halving do not count."""
         return sum(count for _, count in self.counts)
 
     def add(self, value: float) -> "Sketch":
@@ -45,16 +45,18 @@ class Sketch(Struct, frozen=True):
         return Sketch(more)
 
     def above(self, value: float) -> "Sketch":
-        """Return a sketch of only the values above this one, to within the error."""
+        """Return a sketch of the values above this value, to within RELATIVE_ERROR."""
         bucket = bucket_of(value)
         return Sketch(tuple(pair for pair in self.counts if pair[0] > bucket))
 
     def share_until(self, value: float) -> float | None:
-        """The share (0 to 1) of values up to this one, to within the error; None if there are none."""
+        """Return the share (0 to 1) of values up to this value, to within RELATIVE_ERROR; None if the sketch
+        is empty."""
         return 1 - self.above(value).n / self.n if self.counts else None
 
     def quantile(self, share: float) -> float | None:
-        """The value at or below which this share (0 to 1) of all values lies; None if there are none."""
+        """Return the value at or below which this share (0 to 1) of all values lies; None if the sketch is
+        empty."""
         wanted = max(1, ceil(share * self.n))
         below = 0
         for bucket, count in self.counts:
@@ -70,10 +72,10 @@ def bucket_of(value: float) -> int:
 
 class What(StrEnum):
     GPU_MB = "gpu_mb"
-    """Peak memory of a run on one device."""
+    """The peak memory of a run on one device."""
     SECONDS = "seconds"
     START_ERROR = "start_error_seconds"
-    """Absolute difference between a task's first start forecast and its admission."""
+    """The absolute difference between a task's first start forecast and its admission, in seconds."""
     START_SHARE = "start_share"
     """A task's wait since its first forecast, divided by the forecast's 90 % bound: at most 1 if the bound
     held."""
@@ -82,9 +84,9 @@ class What(StrEnum):
 class SketchKey(Struct, frozen=True):
     tenant: str
     subject: str
-    """The name that `Task.subject` has: runs of one subject are taken to be alike."""
+    """The name in `Task.subject`. Runs of one subject are taken to be alike."""
     kind: str
-    """Kind of the runs' devices; empty for runs without a device."""
+    """The kind of the runs' devices; empty for runs without a device."""
     what: What
 
 
@@ -94,5 +96,5 @@ class Observation(Struct, frozen=True):
     topic: SketchKey
     value: float
     sketch: Sketch
-    """The sketch with this value. It becomes the row of the topic."""
+    """The sketch of the topic, with this value added. It becomes the row of the topic."""
     at: Instant

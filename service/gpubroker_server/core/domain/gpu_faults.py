@@ -1,4 +1,4 @@
-"""Decides which signs of a GPU say that it needs a reset or a repair, and when these signs are gone."""
+"""Decide which signs say that a GPU needs a reset or a repair, and when these signs are gone."""
 
 from typing import Final, NamedTuple
 
@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.units import DeviceKey, Instant
 
 FAILURES: Final = "failures"
 OPERATOR: Final = "operator"
-"""Causes of a closure that no driver tells."""
+"""FAILURES and OPERATOR are the causes of a closure that no driver reports."""
 
 FATAL_XIDS: Final = {
     46: "the GPU stopped processing",
@@ -28,15 +28,16 @@ FATAL_XIDS: Final = {
     140: "unrecovered ECC error",
     143: "the GPU could not be initialized",
 }
-"""XIDs after which NVIDIA's catalogue asks for a reset of the GPU, a reboot or a look at the hardware. Those
-of applications (13, 31, 43, 45, 94 and others) are not among them: the next process can use the GPU."""
+"""XIDs after which NVIDIA's catalogue asks for a reset of the GPU, a reboot or a look at the hardware. XIDs
+that applications cause (13, 31, 43, 45, 94 and others) are left out, because the next process can use the
+GPU."""
 
 
 class GpuFault(NamedTuple):
     cause: str
     """`xid`, `ecc`, `remap` or `recovery`."""
     detail: str
-    """Number or words that tell this fault from another one of its cause."""
+    """The number or words that tell this fault from other faults of the same cause."""
     words: str
 
 
@@ -55,8 +56,9 @@ def fault_of(health: GpuHealth) -> GpuFault | None:
 
 
 def is_mended(cause: str, health: GpuHealth) -> bool:
-    """Return True if the driver says that the cause is gone. False where it cannot tell: an XID is told once
-    only, so its end is known from a driver that names the recovery action."""
+    """Return True if the driver says that the cause is gone; False also if the driver cannot tell. The driver
+    reports an XID only once, so the end of an XID is known only from a driver that names the recovery
+    action."""
     match cause:
         case "xid":
             return health.fatal_xid is None and health.recovery == ""
@@ -71,11 +73,11 @@ def is_mended(cause: str, health: GpuHealth) -> bool:
 
 
 class FailingGpu(Struct, frozen=True):
-    """A device on which runs fail at once, one after the other, and elsewhere do not."""
+    """A device on which runs fail quickly, one after the other, while they work on other devices."""
 
     device: DeviceKey
     times: int
     names: tuple[str, ...]
-    """Names of the tasks, the last one first."""
+    """The names of the failed tasks, the last one first."""
     first_at: Instant
     last_at: Instant

@@ -1,6 +1,7 @@
-"""Holders of GPU memory: what a task is besides its common part, and what only tasks of that kind have.
+"""Holders of GPU memory: the kinds of tasks, with the fields that only tasks of one kind have.
 
-`Task.holder` is one of them, and its class is the tag. Code that treats the kinds differently matches on it.
+`Task.holder` is one of these values, and its class tells the kind. Code that treats the kinds differently
+matches on the holder.
 """
 
 from enum import StrEnum
@@ -42,11 +43,11 @@ class Member(Struct, frozen=True, array_like=True):
     freeing_for: TaskId | None = None
     """The preemptor for which the rank's memory is freed while the rank leaves."""
     stop_deadline_at: Instant | None = None
-    """The instant by which the rank has to have left, or, while it is joining, to be ready. None for one that
-    failed by itself."""
+    """The instant by which a leaving rank must have left, or a joining rank must be ready. None for a rank
+    that failed by itself."""
     bundle: int | None = None
-    """The bundle of the demand that a rank has which was added to a running gang. None: the bundle of its
-    number."""
+    """The index of the rank's bundle in the demand, for a rank that was added to a running gang. None: the
+    index is the rank's number."""
 
     @property
     def is_late(self) -> bool:
@@ -55,7 +56,7 @@ class Member(Struct, frozen=True, array_like=True):
 
     @property
     def is_joining(self) -> bool:
-        """True if the member is not at work yet in a gang that runs."""
+        """True if the member was added to a running gang and is not at work yet."""
         return self.is_late and self.state is MemberState.PLACED
 
     @property
@@ -64,7 +65,7 @@ class Member(Struct, frozen=True, array_like=True):
 
     @property
     def has_finished(self) -> bool:
-        """True if the member came to its own end, which counts for its gang."""
+        """True if the member ended without being asked to leave, so that its outcome counts for the gang."""
         return self.state in (MemberState.SUCCEEDED, MemberState.ENDED)
 
     @property
@@ -91,15 +92,15 @@ class Gang(Struct, frozen=True):
     """A process for each bundle of the demand, started together. Node agents start and stop them."""
 
     members: tuple[Member, ...] = ()
-    """The ranks of the newest claim, by rank; empty before the first claim. The node of the task is that of
-    rank 0."""
+    """The ranks of the newest claim, by rank; empty before the first claim. `Task.node` is the node of rank
+    0."""
 
 
 class WorkerSeat(Struct, frozen=True):
     """A run that works on the items of an array, one after another."""
 
     array: TaskId
-    """The id of the array. Its items have retries of their own."""
+    """The id of the array. Retries of its items are counted apart from those of the worker."""
 
 
 class External(Struct, frozen=True):
@@ -109,44 +110,45 @@ class External(Struct, frozen=True):
     ttl_seconds: Seconds
     """The time after the admission or the last renewal at which the holder is asked to leave."""
     pid: int | None = None
-    """A process on the holder's node: the use of the process and of its children is the holder's. Once the
-    process is gone, the holder is."""
+    """A process on the holder's node. Memory that the process and its children use counts as the holder's.
+    Once the process is gone, the holder is gone."""
 
 
 class Model(Struct, frozen=True):
-    """A model that is wanted or loaded. Its server loads and unloads it; node agents do not know it.
+    """A model that is wanted or loaded. Its server loads and unloads the model; node agents do not know it.
 
-    Without a model it is the server itself, with its base cost.
+    With an empty `model` the holder is the server itself, with its base cost.
     """
 
     server: str
     model: str
     wanted_seconds: Seconds = Seconds(300.0)
-    """The time for which the model stays wanted after each request. While wanted it waits for
-    memory, and then stays with the priority of its requests."""
+    """The time for which the model stays wanted after each request. A wanted model waits for memory, and once
+    loaded it stays with the priority of its requests."""
     asked_priority: int = 50
     asked_at: Instant = Instant(0.0)
     queued: bool = False
-    """True if queued inferences want the model at that priority: the leader knows when they no longer do."""
+    """True if queued inferences want the model at `asked_priority`. The leader knows when they no longer want
+    it."""
     pinned: bool = False
     yields: bool = False
-    """True if others that wait may have the model's memory: no request is under way or queued, or the model's
-    turn is over."""
+    """True if waiting tasks may take the model's memory, because no request is under way or queued, or
+    because the model's turn is over."""
     yields_to: int = MOST_PRIORITY
-    """The lowest priority of those that may have the model's memory while it yields. It is below the model's
-    own priority only while the model is idle."""
+    """The lowest priority of tasks that may take the model's memory while `yields` is True. It is below the
+    model's own priority only while the model is idle."""
     left_at: Instant | None = None
-    """The instant at which the model last left for another holder: its place in the queue is behind those
+    """The instant at which the model last left for another holder. Its place in the queue is behind the tasks
     that waited then."""
     load_seconds: Seconds = Seconds(0.0)
     usage: ModelUsage = NEVER_USED
     steps: tuple[str, ...] = ()
-    """The models that are loaded with an ensemble, whose size includes theirs."""
+    """The models that are loaded together with an ensemble. The size of the ensemble includes theirs."""
     versions: tuple[str, ...] = ()
     """The versions that were loaded when the model was last ready, sorted; empty if unknown."""
     measured: bool = False
-    """True if the model is loaded to be measured: all that it takes until it leaves is its size, however
-    late."""
+    """True if the model is loaded to be measured. Its size is then all memory that it takes until it leaves,
+    however late."""
     address: str = ""
     """The address at which the server is asked; empty if unknown. A server is identified by its address, or
     by its process, because its name may change."""
@@ -161,8 +163,8 @@ class Model(Struct, frozen=True):
         return ModelKey(self.server, self.model)
 
     def is_at(self, server: str, address: str, process: str) -> bool:
-        """Return True if the model is on that server: the same process, or else the same address; by name if
-        it has no address."""
+        """Return True if the model is on the server with this name, address and process. An equal process is
+        enough; otherwise addresses are compared, or names if an address is missing."""
         if self.process and self.process == process:
             return True
         return self.address == address if self.address and address else self.server == server
@@ -171,7 +173,7 @@ class Model(Struct, frozen=True):
 class Inference(Struct, frozen=True):
     """A request that waits for its model and is then sent to the model's server.
 
-    Which model that is, its demand says: requests to one model are equal in the queue.
+    The model is named by `Demand.answered_by`, so requests to one model are equal in the queue.
     """
 
 
@@ -180,14 +182,16 @@ RUN, INFERENCE = Run(), Inference()
 
 
 def holder_of(demand: Demand) -> Run | Gang | Inference:
-    """Return the holder of a new task that is neither a model, nor a worker, nor holds memory by itself."""
+    """Return the holder of a new task that is neither a model nor a worker of an array nor an external
+    holder."""
     if demand.answered_by:
         return INFERENCE
     return Gang() if demand.bundles else RUN
 
 
 def is_started_by_agent(holder: Holder) -> bool:
-    """Return True if node agents start and stop it: not external holders, models and inferences."""
+    """Return True if node agents start and stop the holder's processes. They do not for external holders,
+    models and inferences."""
     match holder:
         case Run() | Gang() | WorkerSeat():
             return True

@@ -1,4 +1,4 @@
-"""Work that is due every so many seconds."""
+"""Work that is due at regular intervals."""
 
 from math import inf
 
@@ -6,7 +6,7 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 
 
 class Interval:
-    """A clock that is set back does not delay the work."""
+    """Says when regular work is due. A clock that is set back does not delay the work."""
 
     def __init__(self, every_seconds: Seconds) -> None:
         self._every_seconds = every_seconds

@@ -86,13 +86,13 @@ class Proof(StrEnum):
     PROCESS_ABSENT = "process_absent"
     """The node agent found no trace of the holder's process."""
     BOOT_CHANGED = "boot_changed"
-    """The machine was rebooted since."""
+    """The machine was rebooted after the holder had started."""
     NEVER_STARTED = "never_started"
     """The start of the holder never reached a process."""
     SHARED_PROCESS = "shared_process"
     """The holder ran in a process of others and had no memory of its own."""
     NOT_YOUR_PROCESS = "not_your_process"
-    """The process that an external lease named belongs to something else, which has a lease."""
+    """The process that an external lease named belongs to another holder, which has a lease of its own."""
     AGENT_RESTARTED = "agent_restarted"
     """A later agent of the machine found neither the holder's mark nor GPU memory of its process."""
     DEVICE_REMOVED = "device_removed"
@@ -100,7 +100,7 @@ class Proof(StrEnum):
     UNLOADED = "unloaded"
     """The server's index no longer lists the model."""
     HELD_ANEW = "held_anew"
-    """Another lease of the same device covers the memory that is still there of the model."""
+    """Another lease of the same device covers the memory that the model still occupies."""
     HOLDER = "released"
     """The holder of an external lease said so."""
     STATEMENT = "statement"
@@ -108,8 +108,9 @@ class Proof(StrEnum):
 
 
 class Lease(Struct, frozen=True):
-    """A holder's right to `mb` MiB of one device. Identity: (holder_kind, holder, fence, rank, device).
-    `priority` and `tenant` are the holder's, so that a device's ledger needs no look-up of it."""
+    """A holder's right to `mb` MiB of one device. A lease is identified by (holder_kind, holder, fence, rank,
+    device). `priority` and `tenant` are copied from the holder, so that a device's ledger need not look up
+    the holder."""
 
     holder_kind: HolderKind
     holder: str
@@ -124,10 +125,10 @@ class Lease(Struct, frozen=True):
     rank: int = 0
     context_mb: Mib = Mib(0)
     overused_mb: Mib = Mib(0)
-    """Use measured when the lease was first exceeded; 0 if it never was."""
+    """The use in MiB that was measured when the lease was first exceeded; 0 if it never was."""
     quarantined_at: Instant | None = None
     proof: str = ""
-    """The `Proof` that released the lease. It is in the event log; no row keeps it."""
+    """The `Proof` that released the lease. Only the event log has it; no row keeps it."""
 
     @property
     def key(self) -> str:
@@ -140,27 +141,29 @@ class Lease(Struct, frozen=True):
 
 def move_lease(lease: Lease, state: LeaseState, **changes: Any) -> Lease:
     """Return the lease in its next state, with version + 1 and the changes. Raises IllegalTransition, also
-    for a release, which needs a proof."""
+    for RELEASED: use `release`, which takes a proof."""
     if state is LeaseState.RELEASED:
         raise IllegalTransition(f"lease {lease.key} cannot be released without a proof")
     return moved_lease(lease, state, **changes)
 
 
 def moved_lease(lease: Lease, state: LeaseState, **changes: Any) -> Lease:
-    """Return the lease in its next state like `move_lease`, but for a change that was committed, by whatever
-    release of the software. Raises IllegalTransition."""
+    """Return the lease in its next state, with version + 1 and the changes, and accept RELEASED without a
+    proof: the change was committed already, perhaps by another release of the software. Raises
+    IllegalTransition."""
     if state not in NEXT_STATES[lease.state]:
         raise IllegalTransition(f"lease {lease.key} is {lease.state}; it cannot become {state}")
     return replace(lease, state=state, version=lease.version + 1, **changes)
 
 
 def quarantine(lease: Lease, now: Instant) -> Lease:
-    """Stop waiting for its holder to be confirmed gone. Raises IllegalTransition."""
+    """Return the lease in quarantine, because its holder was not confirmed gone in time. Raises
+    IllegalTransition."""
     return move_lease(lease, LeaseState.QUARANTINED, quarantined_at=now)
 
 
 def release(lease: Lease, proof: Proof) -> Lease:
-    """Release it, with the proof that its holder is gone. Raises IllegalTransition."""
+    """Return the lease as released, with the proof that its holder is gone. Raises IllegalTransition."""
     return moved_lease(lease, LeaseState.RELEASED, proof=proof)
 
 
@@ -176,25 +179,28 @@ class PledgeEnd(StrEnum):
     TAKEN = "taken"
     """A task of strictly higher priority took the memory."""
     DISSOLVED = "dissolved"
-    """A victim was not confirmed gone in time, and the preemptor goes elsewhere or has waited for long."""
+    """A victim was not confirmed gone in time, and the preemptor goes elsewhere or has waited longer than
+    `pledge_patience_seconds`."""
 
 
 class Pledge(Struct, frozen=True):
-    """MiB of one device that are being freed for one waiting preemptor. Identity: (preemptor, device).
+    """MiB of one device that are being freed for one waiting preemptor. A pledge is identified by (preemptor,
+    device).
 
-    CPU, host memory, a run slot and custom resources of the node are kept with it. A preemptor without GPUs
-    has a pledge of 0 MiB of the node itself (`node_key`).
+    CPU, host memory, a run slot and custom resources of the node are kept with the pledge. A preemptor
+    without GPUs has a pledge of 0 MiB of the node itself (`node_key`).
 
-    The runs that are stopped for it carry `freeing_for == preemptor`. What they still hold of `mb` is not yet
-    free; the rest is kept free for the preemptor and counts as taken for others.
+    The runs that are stopped for the pledge carry `freeing_for == preemptor`. The part of `mb` that these
+    runs still hold is not free yet; the rest is kept free for the preemptor and counts as taken for other
+    tasks.
     """
 
     preemptor: TaskId
     device: DeviceKey
     mb: Mib
     priority: int
-    """The priority above which another task may take the pledge: the preemptor's own, or for a guarantee or a
-    move the top of a band."""
+    """The priority above which another task may take the pledged memory: the preemptor's own priority; for a
+    guarantee or a move, the top of a band."""
     tenant: str
     made_at: Instant
     deadline_at: Instant
@@ -208,12 +214,13 @@ class Pledge(Struct, frozen=True):
 
 
 STATEMENTS = frozenset({Proof.HOLDER, Proof.STATEMENT})
-"""A person's word, without a measurement."""
+"""Proofs that are a person's word, without a measurement."""
 
 
 def is_unproven(lease: Lease) -> bool:
-    """Return True if a released lease's memory must be seen free in a new sample: after a person's word about
-    memory in quarantine, and on model servers, which may keep memory after an unload."""
+    """Return True if a new sample must show the memory of a released lease as free before it is used again.
+    That is so after a person's word about memory in quarantine, and on model servers, which may keep memory
+    after an unload."""
     if lease.quarantined_at is not None and lease.proof in STATEMENTS:
         return True
     return lease.state is LeaseState.RELEASED and lease.holder_kind in HOLDERS_ON_SERVERS

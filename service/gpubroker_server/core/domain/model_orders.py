@@ -1,7 +1,7 @@
-"""Orders to model servers and to the sender of inferences, and what is reported back. Plain values.
+"""Orders to model servers and to the sender of inferences, and the reports that come back, as plain values.
 
-A model server cannot refuse an order of an older term. So what it has loaded is never concluded from an
-order's answer, but from its index, which is read again and again.
+A model server cannot refuse an order of an older term. So the models that a server has loaded are never
+concluded from the answer to an order, but from the server's index, which is read again and again.
 """
 
 from collections.abc import Mapping
@@ -24,14 +24,15 @@ class ModelState(StrEnum):
 
 
 class IndexedModel(Struct, frozen=True):
-    """One model of the repository. With several versions, the first of READY, UNLOADING, LOADING, ABSENT that
-    one is in."""
+    """One model of a server's repository. For a model with several versions, `stage` is the first of READY,
+    UNLOADING, LOADING and ABSENT that a version is in."""
 
     model: str
     stage: ModelState
     versions: tuple[str, ...] = ()
     reason: str = ""
-    """The server's reason for which the model is not loaded; empty if it was never loaded or was unloaded."""
+    """The reason that the server gives for a failed load; empty if the model was never loaded or was
+    unloaded."""
 
 
 class _AtServer(Struct, frozen=True):
@@ -46,7 +47,7 @@ class _ModelOrder(_AtServer, frozen=True, kw_only=True):
     """The models that are loaded and unloaded with an ensemble."""
 
     def concerns(self, other: "_ModelOrder") -> bool:
-        """Return True if both orders change a model of one server."""
+        """Return True if both orders change the same model of one server."""
         own_models, other_models = {self.model, *self.steps}, {other.model, *other.steps}
         return self.server == other.server and not own_models.isdisjoint(other_models)
 
@@ -59,14 +60,14 @@ class LoadOrder(_ModelOrder, frozen=True):
 
 
 class UnloadOrder(_ModelOrder, frozen=True):
-    """Unload the model. Its current requests may take up to `grace_seconds`."""
+    """Unload the model. Requests that are under way may take up to `grace_seconds`."""
 
     grace_seconds: Seconds
 
 
 class CheckOrder(_ModelOrder, frozen=True):
-    """Requests fail as if the model's process were gone: check, and if it is, load it again on its
-    devices."""
+    """Check whether the model's process is gone, as failing requests suggest; if so, load the model again on
+    its devices."""
 
     devices: tuple[tuple[DeviceKey, Mib], ...]
     sized: bool = False
@@ -76,8 +77,8 @@ ModelOrder = LoadOrder | UnloadOrder | CheckOrder
 
 
 def is_in_the_way(under_way: ModelOrder, order: ModelOrder) -> bool:
-    """Return True if an order has to wait for one that is being carried out: they change one model, or load
-    on one device, and the size of either model has yet to be measured there."""
+    """Return True if `order` has to wait for `under_way`: both change the same model; or both load on one
+    device, and the size of one of the models has yet to be measured there."""
     if order.concerns(under_way):
         return True
     if isinstance(order, UnloadOrder) or isinstance(under_way, UnloadOrder):
@@ -93,11 +94,11 @@ class ModelsInUse(Struct, frozen=True):
     names: frozenset[str]
     """Models that have a request, under way or waiting, at any gateway."""
     recent: frozenset[str] = frozenset()
-    """Models that had one within `triton.yields_to_tasks_seconds`."""
+    """Models that had a request within `triton.yields_to_tasks_seconds`."""
 
 
 class ServerGone(Struct, frozen=True):
-    """The process of a server, as `Model` has it, is no longer there."""
+    """The process of a model server, as in `Model.process`, is gone."""
 
     process: str
 
@@ -109,13 +110,14 @@ class ServerIndex(Struct, frozen=True):
     at: Instant
     models: Mapping[str, IndexedModel]
     under_way: frozenset[tuple[TaskId, Fence]] = frozenset()
-    """Claims with an unanswered order: the index says nothing about those."""
+    """Claims with an unanswered order. The index says nothing reliable about them."""
     address: str = ""
     process: str = ""
-    """The process of `Model` that has answered."""
+    """The server process that has answered, as in `Model.process`."""
 
     def stage_of(self, model: str) -> ModelState:
-        """The server itself (no model) is READY: it has answered."""
+        """Return the state of a model. The server itself (an empty name) is READY, because it has
+        answered."""
         if not model:
             return ModelState.READY
         return self.models[model].stage if model in self.models else ModelState.ABSENT
@@ -144,13 +146,13 @@ def _about(task: Task) -> tuple[TaskId, Fence, str, str]:
 
 
 class InferOrder(_AtServer, frozen=True):
-    """Send this inference. Dispatch adds its input."""
+    """Send one inference to its server. Dispatch adds the input."""
 
     rank: int = 0
 
 
 class DropOrder(Struct, frozen=True):
-    """Drop the answer. What the server has begun, it finishes."""
+    """Drop the answer to an inference. The server finishes what it has begun."""
 
     task: TaskId
     fence: Fence
@@ -160,4 +162,4 @@ InferenceOrder = InferOrder | DropOrder
 
 
 ServerReport = ServerIndex | ServerGone | ModelsInUse
-"""A report about a server of models, not about a run."""
+"""A report about a model server, not about a run."""

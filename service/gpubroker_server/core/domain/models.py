@@ -1,9 +1,9 @@
 """Models as holders of GPU memory: their terms, their use, and what evicting one is expected to cost.
 
-The cost is the time to load it again, times the probability that it is needed. Each use counts less the older
-it is. One half-life would either forget what is used once a day or take a day to notice that use has stopped;
-the rates of four half-lives are added up instead. A model used just now ranks high for minutes, one used
-daily ranks high for days.
+The cost of evicting a model is the time to load it again, times the probability that it is needed. A use
+counts less the older it is. One half-life would either forget a model that is used once a day, or take a day
+to notice that its use has stopped; so the rates of four half-lives are added up. A model that was used just
+now ranks high for minutes, and one that is used daily ranks high for days.
 """
 
 from collections.abc import Collection
@@ -17,7 +17,7 @@ from gpubroker_server.core.domain.setting_marks import NonNegativeMib, NonNegati
 from gpubroker_server.core.domain.units import MIB_BYTES, Instant, Mib, Seconds
 
 HALF_LIVES_SECONDS = (60.0, 900.0, 14_400.0, 216_000.0)
-"""1 min, 15 min, 4 h, 60 h: each about fifteen times the one before."""
+"""The half-lives are 1 min, 15 min, 4 h and 60 h. Each is about fifteen times the one before."""
 
 WEIGHTS = (1, 2, 3, 5)
 """The weights of the rates at these half-lives. A rate counted over a longer time depends less on chance."""
@@ -31,8 +31,8 @@ most a third of the time on loading."""
 
 TURN_SECONDS = Seconds(10.0)
 TURN_LOAD_TIMES = 4.0
-"""A model that is asked all the time leaves for an equal after the longer of ten seconds and four times its
-load time: at most a fifth of the time goes into loading."""
+"""A model with constant requests leaves for one of equal priority after the longer of ten seconds and four
+times its load time. So at most a fifth of the time goes into loading."""
 
 _PER_SECOND = tuple(
     weight / sum(WEIGHTS) * log(2) / half_life
@@ -56,7 +56,7 @@ class ModelUsage(Struct, frozen=True):
     at: Instant = Instant(0.0)
     """The time of the last use, for which `counts` hold."""
     counts: tuple[float, ...] = (0.0,) * len(HALF_LIVES_SECONDS)
-    """The uses, decayed; in the order of HALF_LIVES_SECONDS."""
+    """The decayed counts of uses, in the order of HALF_LIVES_SECONDS."""
 
     def used(self, now: Instant) -> "ModelUsage":
         """Return this usage with one more use. A use right after another counts half: a user's repeated tries
@@ -66,7 +66,7 @@ class ModelUsage(Struct, frozen=True):
         return ModelUsage(max(now, self.at), tuple(count + use for count in decayed))
 
     def chance(self, now: Instant) -> float:
-        """The probability of a use within the horizon from now, if uses are independent."""
+        """Return the probability of a use within HORIZON_SECONDS from now, if uses are independent."""
         per_second = sum(rate * count for rate, count in zip(_PER_SECOND, self._decayed(now), strict=True))
         return 1 - exp(-per_second * HORIZON_SECONDS)
 
@@ -77,7 +77,8 @@ class ModelUsage(Struct, frozen=True):
         )
 
     def _decay(self, now: Instant, half_life: float) -> float:
-        """The share of a use at `self.at` that is left now; at most 1, also if the clock was set back."""
+        """Return the share of a use at `self.at` that still counts now. It is at most 1, even if the clock
+        was set back."""
         return float(0.5 ** (max(0.0, now - self.at) / half_life))
 
 
@@ -90,7 +91,8 @@ def min_residency_seconds(load_seconds: Seconds, least_seconds: Seconds) -> Seco
 
 
 def turn_seconds(load_seconds: Seconds) -> Seconds:
-    """Return how long after its load a model that is asked all the time keeps its memory from its equals."""
+    """Return how long after its load a model with constant requests keeps its memory from models of equal
+    priority."""
     return Seconds(max(TURN_SECONDS, TURN_LOAD_TIMES * load_seconds))
 
 
@@ -100,7 +102,8 @@ def expected_seconds(load_seconds: Seconds, usage: ModelUsage, now: Instant) -> 
 
 
 class ModelKey(NamedTuple):
-    """A model on a server; one holder at a time. An empty model is the server itself, with its base cost."""
+    """A model on a server, of which there is one holder at a time. An empty `model` is the server itself,
+    with its base cost."""
 
     server: str
     model: str
@@ -110,32 +113,35 @@ MOST_GPUS_NAMED = 8
 
 
 def gpus_fault(server: str, seen: Collection[str], gpus: int) -> str:
-    """Return the reason for which a model with leases on `gpus` GPUs cannot be on a server that sees these;
-    empty if it can.
+    """Return the reason why a model with leases on `gpus` GPUs cannot be loaded by a server that sees the
+    GPUs in `seen`; empty if it can.
 
-    Triton loads a model on each GPU that it sees. A configuration that names some does so by numbers that
-    only the server knows, and not every backend keeps to them: so the lease has to be on all.
+    Triton loads a model on each GPU that it sees. A model's configuration may name some of them, but by
+    numbers that only the server knows, and not every backend respects the names. So the leases have to cover
+    all GPUs.
     """
     if gpus in (0, len(seen)) or not seen:
         return ""
     named = sorted(seen)[:MOST_GPUS_NAMED]
     more = f" and {len(seen) - len(named)} more" if len(seen) > len(named) else ""
-    found = f"server {server} sees {len(seen)} GPU{'s' * (len(seen) > 1)} ({', '.join(named)}{more})"
+    gpus_seen = f"server {server} sees {len(seen)} GPU{'s' * (len(seen) > 1)} ({', '.join(named)}{more})"
     if gpus > len(seen):
-        return f"{found}, and the model's settings say gpus: {gpus}; lower that, or give the server more"
+        return f"{gpus_seen}, and the model's settings say gpus: {gpus}; lower that, or give the server more"
     return (
-        f"{found}, and Triton loads a model on each of them, but its lease would be on {gpus}: start one "
+        f"{gpus_seen}, and Triton loads a model on each of them, but its lease would be on {gpus}: start one "
         f"server for each GPU, with its UUID in CUDA_VISIBLE_DEVICES and in devices of its settings; for a "
         f"model that is spread over all of them set its gpus: {len(seen)}"
     )
 
 
 FILE_FACTOR = 1.25
-"""Memory over file size: weights are laid out differently, and requests need working memory."""
+"""The estimated memory of a model per byte of its files. Memory needs more because weights are laid out
+differently there, and because requests need working memory."""
 
 
 def first_guess_mb(file_bytes: int | None, least_mb: Mib) -> Mib:
-    """Estimate by file size if it is known, but at least `least_mb`."""
+    """Return an estimate of a model's size by the size of its files, but at least `least_mb`. Without a known
+    file size it is `least_mb`."""
     if file_bytes is None:
         return least_mb
     return max(least_mb, Mib(ceil(FILE_FACTOR * file_bytes / MIB_BYTES)))

@@ -1,4 +1,5 @@
-"""The resources of a node besides its devices: those that its runs use, and those that are left."""
+"""The resources of a node besides its devices: the amounts that its runs use, and the amounts that are
+left."""
 
 from typing import NamedTuple
 
@@ -10,9 +11,9 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Seconds, TaskId
 
 SLOW_START_SECONDS = Seconds(30.0)
-"""A start is slow if it takes longer than this from the order to the first line of user code."""
+"""The time from the start order to the first line of user code above which a start is slow."""
 BUSY_CPU = 0.95
-"""If more than this share of a node's CPUs is busy, the runs there wait for CPUs."""
+"""The busy share of a node's CPUs from which on its runs are taken to wait for CPUs."""
 
 
 class NodeUsage:
@@ -26,9 +27,9 @@ class NodeUsage:
         self.runs = runs
         self.custom: dict[str, float] = {}
         self.priorities: dict[int, int] = {}
-        """Priority -> number of runs."""
+        """Priority -> number of active runs."""
         self.starting = 0
-        """Runs of which the process is not at work yet."""
+        """The number of runs that are admitted and not started yet."""
         self.stopping: frozenset[TaskId] = frozenset()
 
     def copy(self) -> "NodeUsage":
@@ -53,7 +54,8 @@ class NodeUsage:
 
 
 def count_custom(use: dict[str, float], task: Task, sign: int) -> None:
-    """Add or subtract a task's custom resources; rounded, so that a sum returns to what it was."""
+    """Add or subtract a task's custom resources and shared limits. Sums are rounded, so that a subtraction
+    restores the earlier value."""
     match task.holder:
         case Gang():
             counted = counted_by(task)
@@ -71,12 +73,14 @@ class NodeHeadroom(NamedTuple):
     runs: int
     custom: tuple[tuple[str, float], ...] = ()
     node: Node | None = None
-    """The node, for demands that may not use every node."""
+    """The node, whose labels are compared with the demand; None if every demand may use it."""
     gives_gpus: bool = True
-    """False if a task of the priority that is asked about may take none of the node's GPUs now."""
+    """False if a task of the priority for which the headroom was computed may take none of the node's GPUs
+    now."""
 
     def fits(self, task: Task) -> bool:
-        """A resource that is not asked for is never lacking, even where it is overcommitted."""
+        """Return True if the headroom suffices for the task. A resource that is not asked for never lacks,
+        even if the node is overcommitted."""
         demand = task.demand
         enough = self.cpu >= demand.cpu or not demand.cpu
         enough = enough and (self.memory_mb >= demand.memory_mb or not demand.memory_mb)
@@ -87,7 +91,7 @@ class NodeHeadroom(NamedTuple):
         return self.node is None or may_use_node(task.demand, self.node)
 
     def short_of(self, task: Task) -> list[str]:
-        """Names of the node's custom resources that do not suffice, sorted."""
+        """Return the names of the node's custom resources that do not suffice, sorted."""
         if not (self.custom and task.demand.custom):
             return []
         asked = dict(task.demand.custom)
@@ -107,7 +111,7 @@ class NodeHeadroom(NamedTuple):
         return NodeHeadroom(round(cpu, 6), memory_mb, runs, custom, self.node, self.gives_gpus)
 
     def at_most(self, other: "NodeHeadroom") -> "NodeHeadroom":
-        """The smaller of two views of the same node, resource by resource."""
+        """Return the smaller of two headrooms of the same node, resource by resource."""
         custom = tuple((name, min(a, b)) for (name, a), (_, b) in zip(self.custom, other.custom, strict=True))
         cpu, memory_mb = min(self.cpu, other.cpu), min(self.memory_mb, other.memory_mb)
         gives = self.gives_gpus and other.gives_gpus

@@ -28,9 +28,9 @@ from gpubroker_server.core.domain.units import (
 
 RunId = tuple[TaskId, Fence, int]
 ItemRange = tuple[int, int]
-"""Numbers of items of an array: the first, and the one after the last."""
+"""A range of items of an array: the number of the first item, and the number after the last."""
 MOST_HELD = 20_000
-"""Items of an array that one run holds."""
+"""The most items of an array that one run holds."""
 
 
 class LogName(NamedTuple):
@@ -57,18 +57,21 @@ class StartOrder(_RunOrder, frozen=True):
     shareable: bool
     rank: int = 0
     priority: int = 0
-    """Starts that wait on the node are served by priority, highest first, then in order of arrival."""
+    """The priority of the task. Starts that wait on the node are served by priority, highest first, then in
+    order of arrival."""
     world_size: int = 1
     barrier: bool = False
-    """The process imports or unpickles, reports Ready, and begins user code at the GoOrder."""
+    """True if the process is to import or unpickle the user code, report Ready, and begin at the GoOrder."""
     memory_mb: Mib = Mib(0)
-    """Host memory it asked for: one of its processes may use this much, whatever others may."""
+    """The host memory in MiB that the processes of the run may use together. With 0 the task asked for none,
+    and the node's limit holds for each process."""
     shares: tuple[tuple[Mib, float], ...] = ()
-    """MiB, and share of each device's memory, that libraries may allocate beside the context; empty: all."""
+    """For each device, the MiB and the share of its memory that libraries may allocate beside the CUDA
+    context; empty if they may allocate all."""
 
 
 class GoOrder(_RunOrder, frozen=True):
-    """All ranks are ready: the run leaves its barrier. Void for a run that has begun."""
+    """Let the run leave its barrier: all ranks are ready. The order has no effect on a run that has begun."""
 
     rank_zero_address: str
     """`ip:port` that rank 0 offered; the port was free then."""
@@ -76,18 +79,19 @@ class GoOrder(_RunOrder, frozen=True):
 
 
 class WorldOrder(_RunOrder, frozen=True):
-    """Ranks have joined a running gang, or have left it."""
+    """Tell a rank of a running gang that other ranks have joined or left."""
 
     ranks: tuple[int, ...]
     """The ranks at work."""
     rank: int = 0
     number: int | None = None
-    """The higher of two orders is the newer. None while none has joined: then the one with fewer ranks is."""
+    """The number of the order: the order with the higher number is the newer one. None while no rank has
+    joined: then the order with fewer ranks is the newer one."""
 
 
 class WatchOrder(_RunOrder, frozen=True):
-    """Watch an external holder's process on these devices: attribute its use to it, and report Gone when it
-    ends. Starts nothing; repeating it is void."""
+    """Watch an external holder's process on these devices: attribute the memory use of the process to the
+    holder, and report Gone when the process ends. The order starts nothing; a repeated one has no effect."""
 
     pid: int
     devices: tuple[tuple[DeviceKey, Mib], ...]
@@ -95,7 +99,8 @@ class WatchOrder(_RunOrder, frozen=True):
 
 
 class ItemsOrder(_RunOrder, frozen=True):
-    """Answers a report of items: its results are durable, and the run holds these. The newest counts."""
+    """Answer an ItemsReported: its results are durable, and the run now holds the items in `held`. The newest
+    answer counts."""
 
     number: int
     held: tuple[ItemRange, ...]
@@ -121,7 +126,7 @@ class StackOrder(_RunOrder, frozen=True):
 
 
 class ForgetOrder(_RunOrder, frozen=True):
-    """The outcome of this run is durable: the agent may drop what it keeps of it."""
+    """Drop everything that the agent keeps about the run, because the outcome of the run is durable."""
 
     rank: int = 0
 
@@ -138,20 +143,21 @@ class RunReport(Struct, frozen=True):
 class Ending(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
-    """User code raised, or its return value cannot be stored. Uses up a retry."""
+    """User code raised an exception, or its return value cannot be stored. This uses up a retry."""
     STOPPED = "stopped"
     """The run ended because of a stop notice."""
     LOST = "lost"
-    """The process ended without a report. Uses up a retry unless it was to stop or its node is gone."""
+    """The process ended without a report. This uses up a retry unless the run was asked to stop or its node
+    is gone."""
     NEVER_STARTED = "never_started"
     """The agent refused the order, or does not know the run that it was asked about."""
 
 
 class Failure(Struct, frozen=True):
-    """The reason for which a run failed, for people. `traceback` is text, at most 64 KiB."""
+    """The reason for which a run failed, as people read it. `traceback` is text of at most 64 KiB."""
 
     kind: str
-    """Stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
+    """A stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
     out_of_memory, host_memory_exceeded, over_use, stopped_unasked, corrupt_order, malformed_report, timeout,
     start_timeout, dependency, entrypoint_not_allowed, secret_missing, array_import_failed, object_missing,
     object_unreadable, no_directory."""
@@ -163,14 +169,14 @@ class Started(RunReport, frozen=True):
     pid: int
     rank: int = 0
     ordered_at: Instant | None = None
-    """The time at which the agent had the order; None if the agent does not say."""
+    """The time at which the agent had received the order; None if the agent does not say."""
 
 
 class Ready(RunReport, frozen=True):
     """A run with a barrier has imported or unpickled its user code and waits for the GoOrder."""
 
     address: str
-    """A free `ip:port` on its node; rank 0's is sent to all."""
+    """A free `ip:port` on the run's node. The address of rank 0 is sent to all ranks."""
     rank: int = 0
 
 
@@ -181,7 +187,8 @@ class Progressed(RunReport, frozen=True):
 
 
 class Loaded(RunReport, frozen=True):
-    """A worker of a set: its calls under way, waiting and answered so far, and per cent of one core."""
+    """The load of a worker of a set: its calls under way, waiting and answered so far, and its CPU use in
+    percent of one core."""
 
     running: int
     waiting: int
@@ -212,8 +219,9 @@ class ItemResult(NamedTuple):
 
 
 class ItemsReported(RunReport, frozen=True):
-    """A worker of an array: all results that were not answered yet, the items that it holds, and how many it
-    would like to hold. It gives all of them back if it wants none."""
+    """The state of a worker of an array: all results that no ItemsOrder has answered yet, the items that the
+    worker holds, and the number of items that it would like to hold. A worker that wants none gives all its
+    items back."""
 
     number: int
     results: tuple[ItemResult, ...]
@@ -224,12 +232,13 @@ class ItemsReported(RunReport, frozen=True):
 
 
 class Ended(RunReport, frozen=True):
-    """The outcome of a run. Its memory is freed by a Gone only."""
+    """The outcome of a run. Only a Gone frees the memory of the run."""
 
     ending: Ending
     result: bytes | None = None
     result_format: str = "json"
-    """`json`, `cloudpickle` (opened by the SDK only), or `object`: JSON that names what it has become."""
+    """`json`; `cloudpickle`, which only the SDK opens; or `object`: JSON that names the object with the
+    result."""
     failure: Failure | None = None
     log_tail: bytes = b""
     rank: int = 0
@@ -249,8 +258,8 @@ class Stacked(RunReport, frozen=True):
 
 
 class Logged(RunReport, frozen=True):
-    """A part of what the run printed. An agent tells what is new when it is asked, and what is kept of the
-    whole log before the Ended."""
+    """A part of the output of a run. An agent sends the new output when it is asked for, and the kept part of
+    the whole log before the Ended."""
 
     stream: str
     first_byte: int
@@ -271,7 +280,7 @@ class Logged(RunReport, frozen=True):
 
 
 class Gone(RunReport, frozen=True):
-    """Proof that no process of this run is left. `samples` were taken after that."""
+    """Proof that no process of this run is left. `samples` were taken after the processes had gone."""
 
     proof: Proof
     samples: tuple[DeviceSample, ...] = ()
@@ -279,11 +288,11 @@ class Gone(RunReport, frozen=True):
 
 
 class NodeReport(Struct, frozen=True):
-    """An agent answered this leader's term: its node, its devices, and every run that it knows.
+    """The answer of an agent to this leader's term: its node, its devices, and every run that it knows.
 
     A run that is not named is proven absent. So the agent answers only after it has handled every earlier
-    order, names each run until its outcome is forgotten and its process is gone, and keeps this answer in
-    order with its other reports.
+    order, names each run until the run's outcome is forgotten and its process is gone, and sends this answer
+    in order with its other reports.
     """
 
     node: Node
@@ -293,12 +302,13 @@ class NodeReport(Struct, frozen=True):
     release: str = ""
     """Release of the agent's software; empty if unknown."""
     faults: tuple[tuple[str, str], ...] = ()
-    """GPUs that cannot be used: (UUID, or what people call it while that is unknown; why)."""
+    """(UUID, reason) of each GPU that cannot be used. While the UUID is unknown, the name that people use
+    stands in its place."""
     complete: bool = True
-    """True if devices that are not named are removed or lost, and unused. False while the agent does not know
-    all its GPUs."""
+    """True if `devices` is the whole list: a device that is not named has been removed or lost, and is
+    unused. False while the agent does not know all its GPUs."""
     versions: tuple[tuple[str, str], ...] = ()
-    """The versions of `python` and `ray` there; empty if unknown."""
+    """(name, version) of `python` and `ray` on the node; empty if unknown."""
     gpu_absence: str = ""
     """Why the machine shows no GPU; empty if it shows one, or if `faults` say why."""
 
@@ -323,18 +333,20 @@ class NodeLost(Struct, frozen=True):
     at: Instant
     why: str
     confirmed: bool = False
-    """The cluster's own control service says that the node is dead."""
+    """True if the cluster's own control service says that the node is dead."""
 
 
 class NodesListed(Struct, frozen=True):
-    """The cluster's own control service answers, and has these nodes. Kept in memory; not an event."""
+    """The nodes that the cluster's own control service lists. The report is kept in memory; it is no
+    event."""
 
     nodes: frozenset[NodeName]
     at: Instant
 
 
 class TermRefused(Struct, frozen=True):
-    """An agent takes no orders of this term: it knows a later one, perhaps one that the database has lost."""
+    """An agent takes no orders of this term, because it knows a later term, perhaps one that the database has
+    lost."""
 
     node: NodeName
     lineage: Lineage
@@ -342,14 +354,14 @@ class TermRefused(Struct, frozen=True):
 
 
 class Heartbeat(Struct, frozen=True):
-    """The agent is alive. Kept in memory; not an event."""
+    """The agent is alive. The report is kept in memory; it is no event."""
 
     node: NodeName
     at: Instant
 
 
 class Sampled(Struct, frozen=True):
-    """The newest samples. Kept in memory; not an event."""
+    """The newest samples of a node's devices. The report is kept in memory; it is no event."""
 
     node: NodeName
     at: Instant
@@ -376,4 +388,5 @@ Report = (
     | DiskReport
     | ServerReport
 )
-"""`task`, `fence` and `rank` of the first nine name the run; a report with a stale fence changes nothing."""
+"""A report about a run names it by `task`, `fence` and `rank`. A report with a stale fence changes
+nothing."""

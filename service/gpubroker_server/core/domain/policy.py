@@ -43,15 +43,16 @@ class InferenceServers(Struct, frozen=True):
     """The model servers that answer queued inferences, by name, in the order of the settings."""
 
     ledger: tuple[str, ...] = ()
-    """The leader loads and unloads the models of these: an inference waits until its model is loaded."""
+    """Servers whose models the leader loads and unloads: an inference waits until its model is loaded."""
     others: tuple[str, ...] = ()
     """Servers that choose their models themselves."""
     at_once: int = 64
-    """The most inferences of one model that are sent and unanswered at a time."""
+    """The most inferences of one model that are sent and not yet answered."""
     priority: int = DIRECT_PRIORITY
-    """The priority of an inference that states none, as of a request that is sent directly."""
+    """The priority of an inference that states none. Requests that are sent directly have the same
+    default."""
     body_bytes: int = 2**31 - 1
-    """The most bytes of a request, as of one that is sent directly."""
+    """The most bytes of an inference request. Requests that are sent directly have the same limit."""
 
     @property
     def is_anywhere(self) -> bool:
@@ -73,7 +74,8 @@ def priority_of(text: str) -> int | None:
 
 @cache
 def band_of(priority: int) -> tuple[str, int, int]:
-    """A model that makes room for any task has priority -1."""
+    """Return the band of a priority. The lowest band is also that of -1, the priority of a model that makes
+    room for any task."""
     return next((band for band in BANDS if priority >= band[1]), BANDS[-1])
 
 
@@ -94,10 +96,10 @@ class StreamRules(Struct, frozen=True):
     least_velocity_factor: Annotated[float, Meta(gt=0, le=1)] = 0.5
     most_velocity_factor: Annotated[float, Meta(ge=1, le=1000)] = 2.0
     velocity_seconds: PositiveSeconds = Seconds(3600.0)
-    """Time constant with which the velocity forgets."""
+    """Time constant with which the velocity fades after the last report of progress."""
     stale_seconds: PositiveSeconds = Seconds(3600.0)
-    """The age of a stream's data at which the stream counts once more, and again for each further such
-    span."""
+    """The age of a stream's data that adds 1 to the staleness factor. Each further span of this length adds 1
+    more."""
     most_staleness_factor: Annotated[float, Meta(ge=1, le=1000)] = 3.0
     least_quality_factor: Annotated[float, Meta(gt=0, le=1)] = 0.1
     """The factor at quality 0."""
@@ -109,7 +111,7 @@ class CustomLimit(Struct, frozen=True, order=True):
     name: str
     amount: Annotated[Amount, written("limit", {})]
     per_node: Annotated[bool, written("per", {"cluster": False, "node": True})] = False
-    """Each node has this much; otherwise the cluster has it in all."""
+    """True if each node has this amount; otherwise it is the amount of the whole cluster."""
     priority_threshold: Priority = 0
 
 
@@ -118,11 +120,12 @@ class Pool(ShownPool, frozen=True, dict=True):
 
     @cached_property
     def labels(self) -> Labels:
-        """The labels of its nodes, as a demand states them."""
+        """The labels of the pool's nodes, in the form in which a demand states labels."""
         return tuple((label, tuple(sorted(values))) for label, values in sorted(self.nodes.items()))
 
     def amounts(self) -> Iterator[tuple[str, float]]:
-        """(name, amount) of each limit: `custom/NAME` for custom resources, else the field's name."""
+        """Yield (name, amount) of each limit. The name is `custom/NAME` for a custom resource, otherwise the
+        name of the field."""
         for name in ("cpu", "gpus", "gpu_mb", "memory_mb"):
             amount = getattr(self, name)
             if amount is not None:
@@ -149,15 +152,15 @@ class Policy(Struct, frozen=True, dict=True):
     """A pending task gains one point of order per this time, at most up to the top of its band. Ageing
     changes the order of the queue; it never allows preemption."""
     placement: Literal["stranded", "fgd", "best_fit", "spread"] = "stranded"
-    """The choice between placements: `stranded` and `fgd` (what is left over is of most use to typical
-    demands, by our measure or the published one), `best_fit`, or `spread`."""
+    """The rule for the choice between placements. `stranded` and `fgd` keep the remaining memory useful for
+    typical demands, by our own measure or by the published one; the others are `best_fit` and `spread`."""
     preemption: bool = True
     preemption_budget: Count = 3
     """The number of preemptions after which a task is shielded until its next checkpoint or `shield_seconds`
     of running. Critical tasks ignore the shield."""
     shield_seconds: NonNegativeSeconds = Seconds(600.0)
-    """The shield time of a task whose preemption budget is spent. For the same time a task that was admitted
-    ahead of others by age is not preempted by tasks of its band."""
+    """The running time for which a task whose preemption budget is spent is shielded. For the same time, a
+    task that was admitted ahead of others by age is not preempted by tasks of its band."""
     pledge_patience_seconds: PositiveSeconds = Seconds(600.0)
     """The time after its victims' deadline for which a pledge is kept, unless its task finds another way."""
     kill_patience_seconds: PositiveSeconds = Seconds(10.0)
@@ -170,8 +173,8 @@ class Policy(Struct, frozen=True, dict=True):
     """A node is lost after this many missed heartbeats."""
     pause_share: Annotated[float, Meta(ge=0, le=1)] = 0.2
     pause_nodes: Annotated[int, Meta(ge=1)] = 2
-    """The number of nodes at which detection pauses: if at least this many, with more than that share of all
-    runs, fall silent at once, none of them is declared lost."""
+    """The number of nodes at which the detection of lost nodes pauses: if at least this many nodes, with more
+    than `pause_share` of all runs, fall silent at once, none of them is declared lost."""
     gang_start_seconds: PositiveSeconds = Seconds(300.0)
     """The time after its admission within which all ranks of a gang must be ready. A gang that is later is
     requeued."""
@@ -179,34 +182,36 @@ class Policy(Struct, frozen=True, dict=True):
     retry_factor: Annotated[float, Meta(ge=1)] = 2.0
     retry_cap_seconds: PositiveSeconds = Seconds(300.0)
     learned_margin: Annotated[float, Meta(ge=0, le=10)] = 0.15
-    """A learned size is the 95 % quantile plus this share."""
+    """The share that is added to the 95 % quantile of the measured sizes to get a learned size."""
     learned_least_runs: Annotated[int, Meta(ge=1, le=1000)] = 5
     """The number of measured runs below which no size is learned."""
     overuse: Literal["report", "stop"] = "report"
-    """`report` or `stop`: what happens to a run that is measured above its lease."""
+    """The reaction to a run that is measured above its lease: `report` it only, or `stop` the run."""
     overuse_tolerance: Annotated[float, Meta(ge=0, le=10)] = 0.05
     """The share of its lease by which a run may exceed it."""
     forecasts: Annotated[int, Meta(ge=0, le=1000)] = 8
-    """The number of tasks, first in order among those that wait for room, that get a start forecast, which no
-    task behind them may delay."""
+    """The number of tasks that get a start forecast: the first in order of the tasks that wait for room. No
+    task behind them may delay their forecast start."""
     backfill_depth: Annotated[int, Meta(ge=1)] = 64
     """The number of tasks, refused because of forecasts, after which a cycle tries no more of them."""
     consolidation: Annotated[int, Meta(ge=0, le=10_000)] = 0
-    """The most runs to move per hour so that a task fits that is only kept out by fragmentation; 0: none."""
+    """The most runs per hour that are moved to make room for tasks that only fragmentation keeps waiting; 0:
+    none."""
     autoscaler: Annotated[str, Meta(max_length=100)] = ""
-    """The name of what adds nodes for waiting tasks. Tasks that no node could take yet then wait, instead of
-    being refused; empty: nothing adds nodes."""
+    """The name of the autoscaler that adds nodes for waiting tasks; empty if there is none. With an
+    autoscaler, tasks that no present node could take wait instead of being refused."""
     autoscaler_tasks: Annotated[int, Meta(ge=1)] = 1000
-    """The number of such tasks that one tenant may have waiting."""
+    """The most tasks of one tenant that may wait for the autoscaler to add a node that could take them."""
     custom_limits: Annotated[tuple[CustomLimit, ...], by_name(alone="limit")] = ()
-    """Limits, sorted by name. Names with a colon are slots: the number of tasks that may run at once
-    (`tenant:NAME`, `label:KEY=VALUE`; `*` is each by itself), and a pool's amounts (`pool:NAME:gpus`)."""
+    """Limits, sorted by name. A name with a colon is a limit that many tasks share: the number of tasks that
+    may run at once (`tenant:NAME`, `label:KEY=VALUE`; with `*` the limit holds for each tenant or value by
+    itself), or an amount of a pool (`pool:NAME:gpus`)."""
     pools: Annotated[tuple[Pool, ...], ELSEWHERE] = ()
     tenants: Annotated[tuple[TenantPolicy, ...], by_name()] = ()
     usage_half_life_seconds: PositiveSeconds = HALF_LIFE_SECONDS
     streams: tuple[tuple[str, Annotated[float, Meta(ge=1e-6, le=1e6)]], ...] = ()
-    """(name, weight) of work streams, until another weight is put: of tasks with equal aged priority the
-    heavier stream goes first."""
+    """(name, weight) of work streams. Of tasks with equal aged priority, those of the heavier stream go
+    first. An operator may put another weight while the service runs."""
     stream_rules: Annotated[StreamRules, ELSEWHERE] = StreamRules()  # frozen
     min_run_seconds: NonNegativeSeconds = Seconds(0.0)
     """A run is not preempted for this long after its start, except by critical tasks."""
@@ -258,18 +263,19 @@ class Policy(Struct, frozen=True, dict=True):
         )
 
     def weight_of(self, stream: str) -> float:
-        """1 for no stream, or one that is no longer configured."""
+        """Return the configured weight of a work stream; 1 for no stream and for one that is no longer
+        configured."""
         if not self.streams:
             return 1.0
         return next((weight for name, weight in self.streams if name == stream), 1.0)
 
     def limit_of(self, slot: str) -> float | None:
-        found = self._limits.get(slot)
-        return self._limits.get(wildcard_limit(slot)) if found is None else found
+        exact_limit = self._limits.get(slot)
+        return self._limits.get(wildcard_limit(slot)) if exact_limit is None else exact_limit
 
 
 def wildcard_limit(slot: str) -> str:
-    """The name of the limit that applies to each tenant, or each value of a label, by itself."""
+    """Return the name of the limit that applies to each tenant, or each value of a label, by itself."""
     sign = "=" if "=" in slot else ":"
     return slot.partition(sign)[0] + sign + "*"
 
@@ -279,31 +285,32 @@ _LARGEST_EXPONENT = 32
 
 
 def next_retry_at(failures: int, now: Instant, policy: Policy) -> Instant:
-    """`retry_first_seconds` after the first failure, then `retry_factor` times longer each, up to the cap.
-    `failures`: the attempts that used up a retry, with the one that just failed."""
+    """Return the time of the next attempt: `retry_first_seconds` after the first failure, then `retry_factor`
+    times longer after each further one, up to the cap. `failures` counts the attempts that used up a retry,
+    including the one that just failed."""
     factor = policy.retry_factor ** min(failures - 1, _LARGEST_EXPONENT)
     return Instant(now + min(policy.retry_cap_seconds, policy.retry_first_seconds * factor))
 
 
 class Cutoffs(Struct, frozen=True):
-    """Rows that ended, were submitted with a key, were audited or expired before these instants may be
-    deleted."""
+    """The instants before which rows may be deleted: tasks by their end or, if submitted with a key, by their
+    submission; audit rows by their time; objects by their expiry."""
 
     finished: Instant
     keyed: Instant
     audited: Instant
     expired: Instant
     heard: Position
-    """Events after this position stay, whatever their age: the pruner has not read them yet. A clock that
-    jumps far ahead makes all of them old at once."""
+    """Events after this position stay, whatever their age, because the pruner has not read them yet. Age
+    alone is not enough: a clock that jumps far ahead makes all events old at once."""
 
 
 class Retention(Struct, frozen=True):
     finished_seconds: PositiveSeconds = Seconds(7 * 86_400.0)
-    """The time for which a finished task is kept with all that belongs to it, from its end, and an event,
-    from its own time."""
+    """The time for which a finished task, with all that belongs to it, is kept after its end, and an event
+    after its own time."""
     idempotency_seconds: PositiveSeconds = Seconds(86_400.0)
-    """A task submitted with a key stays at least this long after its submit."""
+    """The time after its submission for which a task submitted with an idempotency key is kept at least."""
     audit_seconds: PositiveSeconds = Seconds(365 * 86_400.0)
     object_seconds: PositiveSeconds = Seconds(86_400.0)
     """The time for which an uploaded object is kept after its last use."""

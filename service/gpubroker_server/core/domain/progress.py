@@ -6,14 +6,14 @@ from gpubroker_server.core.domain.units import Instant
 
 
 class Progress(Struct, frozen=True):
-    """The last progress that a run reported; never a row."""
+    """The last progress that a run reported. It is kept in memory and never becomes a row."""
 
     at: Instant
     fraction: float | None
     message: str
     first_at: Instant | None = None
-    """The time at which this run first reported a fraction; set anew when a later fraction is lower than
-    that. A run that resumes does not begin at 0."""
+    """The time of the first reported fraction. A later fraction that is lower than `first_fraction` sets both
+    anew. The first fraction of a run that resumes is not 0."""
     first_fraction: float = 0.0
 
     def followed_by(self, at: Instant, fraction: float | None, message: str) -> "Progress":
@@ -23,14 +23,16 @@ class Progress(Struct, frozen=True):
 
     @property
     def rate_per_second(self) -> float | None:
-        """The share done in a second, on average; None before a second, higher fraction."""
+        """The average progress per second, as a fraction of the whole; None until a higher fraction follows
+        the first."""
         if self.fraction is None or self.first_at is None or self.at <= self.first_at:
             return None
         return (self.fraction - self.first_fraction) / (self.at - self.first_at) or None
 
     @property
     def eta_at(self) -> Instant | None:
-        """Return when the fraction reaches 1 at this rate; None if that is not within FORESEEN_SECONDS."""
+        """The time at which the fraction reaches 1 at this rate; None if that is not within
+        FORESEEN_SECONDS."""
         rate = self.rate_per_second
         if self.fraction is None or rate is None or 1.0 - self.fraction > rate * FORESEEN_SECONDS:
             return None
@@ -41,5 +43,5 @@ FORESEEN_SECONDS = 10 * 365 * 86_400.0
 
 
 def first_progress(at: Instant, fraction: float | None, message: str) -> Progress:
-    known = None if fraction is None else at
-    return Progress(at, fraction, message, known, fraction or 0.0)
+    first_at = None if fraction is None else at
+    return Progress(at, fraction, message, first_at, fraction or 0.0)

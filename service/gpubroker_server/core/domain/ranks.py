@@ -1,4 +1,4 @@
-"""Ranks of tasks. A task that is not a gang is its own rank 0."""
+"""Ranks of tasks. A task that is no gang has one rank, 0, which is the task itself."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
@@ -21,15 +21,16 @@ from gpubroker_server.core.domain.task import Task, TaskState, members_of
 from gpubroker_server.core.domain.units import Instant, NodeName
 
 MOST_RANKS = 256
-"""The most ranks of one claim, those that have left included: every report of a rank writes the whole
-list."""
+"""The most ranks of one claim, including those that have left. The limit exists because every report of a
+rank writes the whole list."""
 
 MOST_FAILED_JOINS = 3
-"""The number of failed joins after which a gang grows no more before its next start: it may be unable to."""
+"""The number of failed joins after which a gang grows no more before its next start. A gang that fails this
+often may be unable to grow."""
 
 
 def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
-    """Return (rank, node) of each run of an active task, without a gang's ranks that are gone. Empty for
+    """Return (rank, node) of each run of an active task, without the ranks of a gang that are gone; empty for
     external holders, models and inferences, which no agent starts."""
     match task.holder:
         case Run() | WorkerSeat():
@@ -44,7 +45,8 @@ def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
 
 
 def rank_count(task: Task) -> int:
-    """Return how many ranks the newest claim has that node agents start, those that are gone included."""
+    """Return the number of ranks of the newest claim, including those that are gone; 0 for holders that no
+    node agent starts."""
     match task.holder:
         case Run() | WorkerSeat():
             return 1
@@ -57,8 +59,8 @@ def rank_count(task: Task) -> int:
 
 
 def rank_tasks(task: Task) -> tuple[tuple[NodeName, Task], ...]:
-    """Return (node, task) of each run, each rank as a task of its own. External holders and models are where
-    they hold memory; inferences are nowhere."""
+    """Return (node, task) of each run of an active task, with each rank of a gang as a task of its own.
+    External holders and models are on the node where they hold memory; inferences are on none."""
     match task.holder:
         case Run() | WorkerSeat() | External() | Model():
             assert task.node is not None, "an active task has a node"
@@ -72,7 +74,8 @@ def rank_tasks(task: Task) -> tuple[tuple[NodeName, Task], ...]:
 
 
 def rank_tasks_on(task: Task, node: NodeName) -> Iterator[Task]:
-    """Yield the parts of a task on one node, on which it has some."""
+    """Yield the ranks of a task on one node, each as a task of its own. A task that is no gang must be on the
+    node."""
     if not isinstance(task.holder, Gang):
         yield task
         return
@@ -82,7 +85,8 @@ def rank_tasks_on(task: Task, node: NodeName) -> Iterator[Task]:
 
 
 def rank_task(task: Task, rank: int) -> Task:
-    """Return one rank of a gang as a run of its own with the same id: STOPPING if the rank is to leave."""
+    """Return one rank of a gang as a run of its own with the gang's id. It is STOPPING if the rank was asked
+    to leave. Other tasks are returned unchanged."""
     match task.holder:
         case Gang(members):
             part = replace(task, demand=demand_of(task, rank), holder=RUN)
@@ -97,7 +101,7 @@ def rank_task(task: Task, rank: int) -> Task:
 
 
 def bundle_of(members: Sequence[Member], rank: int) -> int:
-    """Return which bundle of the gang's demand a rank has."""
+    """Return the index of the bundle, in the gang's demand, that a rank has."""
     late = members[rank].bundle if members else None
     return rank if late is None else late
 
@@ -112,11 +116,11 @@ def demand_of(task: Task, rank: int) -> Demand:
 
 
 def counted_by(task: Task) -> Iterable[tuple[str, float]]:
-    """Yield what an active task holds of custom resources and shared limits: a gang, what its ranks that are
-    not gone do, and its own place under limits of running tasks."""
+    """Return (name, amount) of the custom resources and shared limits that an active task holds. A gang holds
+    the amounts of its ranks that are not gone, and one place under the limits of running tasks."""
     if not members_of(task):
         return task.demand.counted
-    # A gang of an earlier release has the amounts of its pool on itself, for all of its ranks.
+    # In rows of earlier releases, the gang's own demand has the pool amounts of all its ranks.
     is_by_rank = any(bundle.slots for bundle in task.demand.bundles)
     amounts = [slot for slot in task.demand.slots if not (is_by_rank and slot[0].startswith("pool:"))]
     for rank, _ in ranks_of(task):
@@ -125,7 +129,7 @@ def counted_by(task: Task) -> Iterable[tuple[str, float]]:
 
 
 def stop_deadline_of(task: Task, rank: int) -> Instant | None:
-    """Return the stop deadline of a run; None if it is not asked to stop."""
+    """Return the stop deadline of one rank; None if the rank is not asked to stop."""
     match task.holder:
         case Gang(members) if members and not (member := members[rank]).takes_part:
             return member.stop_deadline_at
@@ -144,8 +148,8 @@ def removable_ranks(task: Task) -> tuple[int, ...]:
 
 
 def vacant_bundles(task: Task) -> tuple[int, ...]:
-    """Return the bundles for which a running elastic gang may get ranks now; none while ranks are joining,
-    and once one is done or too many have failed."""
+    """Return the indexes of the bundles for which a running elastic gang may get ranks now. There are none
+    while ranks are joining, after one has finished, and after too many joins have failed."""
     demand = task.demand
     match task.holder:
         case Gang(members) if task.state is TaskState.RUNNING and demand.least_ranks < len(demand.bundles):
@@ -167,7 +171,7 @@ def failed_joins(members: Iterable[Member]) -> int:
 
 
 def workers(members: Iterable[Member]) -> tuple[int, ...]:
-    """Return the ranks at work in a running gang; those that are done stay."""
+    """Return the ranks that are at work in a running gang, including those that have finished."""
     return tuple(m.rank for m in members if m.takes_part and not m.is_joining)
 
 
@@ -250,5 +254,5 @@ def gpus_of(task: Task) -> int:
 
 
 def needs_gpus(demand: Demand) -> bool:
-    """True if the demand, or that of a rank of a gang, has GPUs."""
+    """Return True if the demand, or the demand of a rank of a gang, has GPUs."""
     return demand.gpus > 0 or any(bundle.gpus for bundle in demand.bundles)

@@ -6,8 +6,8 @@ from msgspec import Struct
 
 
 class Reason(StrEnum):
-    """Reasons for which a task waits. They are published: a token is never renamed, and clients must expect
-    new ones. A reserved token is not used yet."""
+    """Reasons for which a task waits. The tokens are published: a token is never renamed, and clients must
+    expect new tokens. A reserved token is not used yet."""
 
     HELD = "Held"
     QUEUE_PAUSED = "QueuePaused"
@@ -18,7 +18,7 @@ class Reason(StrEnum):
     NO_MATCHING_DEVICE = "NoMatchingDevice"
     """The devices that are large enough are not ready, or have another kind."""
     NODE_CORDONED = "NodeCordoned"
-    """An operator has closed what is large enough."""
+    """An operator has closed the nodes that are large enough."""
     GPU_CLOSED = "GpuClosed"
     """GPUs that are large enough need a reset or a repair, or an operator has closed them."""
     DISK_FULL = "DiskFull"
@@ -35,7 +35,7 @@ class Reason(StrEnum):
     BACKGROUND_LIMITED = "BackgroundLimited"
     """Background and idle work may take no more GPU memory: a target says so."""
     FRAGMENTED = "Fragmented"
-    """Enough memory is free in sum, but not in one piece."""
+    """Enough memory is free in total, but not on one device."""
     WAITING_FOR_MEMORY = "WaitingForMemory"
     BEHIND_HIGHER_PRIORITY = "BehindHigherPriority"
     """The task would fit, but the free memory is reserved for others."""
@@ -48,7 +48,7 @@ class Reason(StrEnum):
 
     @property
     def tier(self) -> int:
-        """The rank of the reason. The lower one wins."""
+        """The rank of the reason. Of several reasons, the one with the lowest rank is shown."""
         return _TIERS[self]
 
 
@@ -81,7 +81,7 @@ class Refusal(Struct, frozen=True):
     """exceeds-capacity, exceeds-maximum, exceeds-quota, no-matching-device, pool-mismatch,
     unknown-resource or priority-too-low."""
     message: str
-    """Says what was asked, what there is and what to do."""
+    """A text that says what was asked, what exists and what to do."""
     field: str
     """The field of the demand that is at fault: gpu_mb, gpu_fraction, gpus, cpu, memory_mb, kinds, min_power,
     min_device_mb, devices, nodes, custom/NAME."""

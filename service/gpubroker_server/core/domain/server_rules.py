@@ -15,7 +15,7 @@ class ServerRules(Struct, frozen=True):
     name: str
     node: str
     devices: tuple[str, ...] = ()
-    """UUIDs; empty: all of the node."""
+    """The UUIDs of the server's GPUs; empty if it has all GPUs of the node."""
     tells_gpus: bool = False
     """True if the server's metrics tell which GPUs it sees."""
     tenant: str = "default"

@@ -1,6 +1,6 @@
 """Marks on the fields of values that the operator sets: bounds, and how a field is written in the settings.
 
-The core does not read them. `settings/struct_models.py` does, where settings are checked.
+The core does not read these marks. `settings/struct_models.py` reads them when settings are checked.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,14 +11,15 @@ from msgspec import Meta
 from gpubroker_server.core.domain.units import Mib, Seconds
 
 ELSEWHERE = Meta(extra={"elsewhere": True})
-"""Marks a field that is no setting of its section: another section has it, or the operator does not choose
+"""Marks a field that is no setting of its section: another section sets it, or the operator cannot choose
 it."""
 
 WORDS = Meta(extra={"words": True})
-"""A list that may also be written as one text: words separated by commas. The environment has only texts."""
+"""Marks a list that may also be written as one text, in words separated by commas, because environment
+variables have only texts."""
 
 HOME = Meta(extra={"home": True})
-"""A path that may begin with `~`."""
+"""Marks a path that may begin with `~`."""
 
 Share = Annotated[float, Meta(ge=0, le=1, extra={"percent": True})]
 """A share that is written in percent, with `_percent` at the end of the field's name."""
@@ -31,13 +32,13 @@ PositiveSeconds = Annotated[Seconds, Meta(gt=0)]
 
 
 def by_name(alone: str = "") -> Meta:
-    """Mark a tuple of values with a `name`: they are written as a mapping from name to the other fields.
-    `alone`: a value that is no mapping stands for this field."""
+    """Mark a tuple of values with a `name`, which are written as a mapping from the name to the other fields.
+    A value that is no mapping is the value of the field `alone`."""
     return Meta(extra={"by_name": True, "alone": alone})
 
 
 def alone(key: str) -> Meta:
-    """Mark a mapping for which a single value may be written: it is that of this key."""
+    """Mark a mapping for which a single value may be written. That is then the value of this key."""
     return Meta(extra={"alone": key})
 
 

@@ -1,4 +1,5 @@
-"""Tasks on their way in, which entrypoints they may name, and the store's answers."""
+"""Submissions of tasks, requests about tasks, the entrypoints that tasks may name, and the store's
+answers."""
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
@@ -43,12 +44,12 @@ class SeatTerms(Struct, frozen=True):
     id: TaskId
     """The id of the set."""
     max_concurrency: int = 1
-    """Calls at once."""
+    """The most calls that the worker takes at once."""
     start_seconds: float = 3600.0
-    """A worker that has not made its objects within this time has failed to start."""
+    """The time within which the worker must have made its objects; otherwise its start has failed."""
     health: Mapping[str, Any] | None = None
-    """The method that is called to see whether the worker is well, the interval, and the number of failures
-    that end it."""
+    """The method that is called to see whether the worker is well, the interval between two calls, and the
+    number of failures after which the worker is ended."""
     roles: Mapping[str, Any] = field(default_factory=dict)
     """Name -> the entrypoint of a further object in the same process, with its arguments."""
 
@@ -57,19 +58,20 @@ class RunSpec(Struct, frozen=True):
     """The specification of a task's run: the cold half of a task, as submitted. Large parts are blobs."""
 
     kind: str
-    """entrypoint, command or function, or one of the above."""
+    """`entrypoint`, `command` or `function`; or EXTERNAL_KIND, MODEL_KIND or INFERENCE_KIND."""
     entrypoint: str = ""
-    """`module:function`, for kind entrypoint."""
+    """`module:function`, for the kind `entrypoint`."""
     command: tuple[str, ...] = ()
     arguments: bytes = b""
     """JSON `{"args": [], "kwargs": {}}` for an entrypoint; the cloudpickle of (function, args, kwargs) for a
     function; empty for a command."""
     arguments_digest: str | None = None
-    """The blob of `arguments` that are too large for the row."""
+    """The digest of the blob with `arguments` that are too large for the row."""
     python: str = ""
-    """`3.11`: the Python minor that pickled a function."""
+    """The minor version of the Python that pickled a function, such as `3.11`."""
     objects: tuple[str, ...] = ()
-    """Ids of the objects that the arguments of a function name, which otherwise only its pickle knows."""
+    """Ids of the objects that the arguments of a function name. They are listed here because the pickle
+    cannot be opened to find them."""
     env: Mapping[str, str] = field(default_factory=dict)
     result_format: str = "json"
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -86,9 +88,9 @@ class RunSpec(Struct, frozen=True):
     profile: str = ""
     """The profile whose sizes and limits hold for fields that the submit left out."""
     max_concurrency: int | None = None
-    """The `max_concurrency` for the task's own code, which is shown and has no other effect."""
+    """The number of calls that the task's own code takes at once. It is shown and has no other effect."""
     retry_of: TaskId | None = None
-    """The ended task that this one does again."""
+    """The ended task that this task repeats."""
     items: ItemTerms | None = None
     """Set for a worker of an array."""
     seat: SeatTerms | None = None
@@ -96,7 +98,7 @@ class RunSpec(Struct, frozen=True):
 
     @property
     def is_told_more(self) -> bool:
-        """True if its process finds variables of ours, beside those of `env`, in its environment."""
+        """True if the task's process gets environment variables from gpubroker beside those of `env`."""
         return bool(
             self.roles
             or self.profile
@@ -108,7 +110,8 @@ class RunSpec(Struct, frozen=True):
 
 
 WORKER_LABELS = ARRAY_LABEL, WORKER_SET_LABEL = "array", "worker_set"
-"""The labels of workers of arrays and of sets: the id of the whole, which is that of its first worker."""
+"""The labels of workers of arrays and of worker sets. The value is the id of the array or the set, which is
+also the id of its first worker."""
 
 
 class ArrayTerms(Struct, frozen=True):
@@ -140,50 +143,52 @@ class ArrayTerms(Struct, frozen=True):
         return sum(end - first for first, end in self.numbers)
 
     def retries_on(self, cause: RetryOn) -> int:
-        """Return how often an item is tried again after this."""
+        """Return how often an item is tried again after it ended for this cause."""
         return self.item_retries if cause in self.retry_on else 0
 
 
 def state_of_array(terms: ArrayTerms, done: int, failed: int, workers: Collection[TaskState]) -> ArrayState:
-    """Return the state that follows from how many items are done, how many of those failed, and the states of
-    the workers that have a row. It may be an end while workers are still about to end."""
-    left = [state for state in workers if not state.is_terminal]
+    """Return the state of an array. `done` is the number of items that have ended and `failed` the number of
+    those that failed; `workers` has the states of the workers that have a row. The state may be terminal
+    while workers are still about to end."""
+    remaining = [state for state in workers if not state.is_terminal]
     if done >= terms.total:
         return ArrayState.FAILED if failed else ArrayState.SUCCEEDED
-    if not left:
+    if not remaining:
         return ArrayState.CANCELLED if TaskState.CANCELLED in workers else ArrayState.FAILED
-    has_begun = done > 0 or len(left) < len(workers) or set(left) != {TaskState.PENDING}
+    has_begun = done > 0 or len(remaining) < len(workers) or set(remaining) != {TaskState.PENDING}
     return ArrayState.RUNNING if has_begun else ArrayState.PENDING
 
 
 def array_terms_from(fields: Mapping[str, Any]) -> ArrayTerms:
-    """Return the terms of which these are the fields in JSON."""
+    """Return the terms that have these JSON fields."""
     return convert(fields, ArrayTerms)
 
 
 class WorkerSet(Struct, frozen=True):
-    """A set of workers that take calls. Each has a place: an ordinary task, held while it is not wanted."""
+    """A set of workers that take calls. Each worker has a place in the set: an ordinary task, which is held
+    while the worker is not wanted."""
 
     id: TaskId
     """The id of the set, which is that of its first worker."""
     tenant: str
     name: str
     workers: tuple[TaskId, ...]
-    """One per place, all from the beginning."""
+    """The tasks of all places. They exist from the beginning, wanted or not."""
     least: int
     most: int
     count: int
     """The number of workers that are wanted."""
     max_concurrency: int
-    """Calls at once to one worker."""
+    """The most calls that one worker takes at once."""
     created_at: Instant
     scaling: Scaling | None = None
     signal: float | None = None
-    """The number that was last posted."""
+    """The number that a client posted last."""
 
 
 def worker_set_from(fields: Mapping[str, Any]) -> WorkerSet:
-    """Return the set of which these are the fields in JSON."""
+    """Return the worker set that has these JSON fields."""
     return convert(fields, WorkerSet)
 
 
@@ -192,7 +197,7 @@ SECRET_PREFIX = "secret:"  # noqa: S105  # not a secret: it marks one
 
 
 def secrets_named(env: Mapping[str, str]) -> Mapping[str, str]:
-    """The variables whose values are secrets of the task's tenant: the secret's name by variable."""
+    """Return the names of the secrets that the environment refers to, keyed by variable."""
     return {
         variable: text.removeprefix(SECRET_PREFIX)
         for variable, text in env.items()
@@ -201,8 +206,8 @@ def secrets_named(env: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def bytes_of(spec: RunSpec) -> int:
-    """Return how many bytes a task keeps for its run. `spec` has its arguments, also those that become an
-    object."""
+    """Return how many bytes a task keeps for its run. `spec` must still contain the arguments, even if they
+    are about to become an object."""
     is_told_more = spec.is_told_more
     if not (spec.env or spec.labels or spec.command or spec.objects or spec.outputs or is_told_more):
         return len(spec.arguments)  # most tasks keep nothing else
@@ -232,7 +237,7 @@ _TOLD = frozenset(
 
 
 def told_variables(spec: RunSpec) -> dict[str, str]:
-    """Return what the process of a task finds of its specification in its environment, beside `env`."""
+    """Return the variables, beside `env`, by which the process of a task learns about its specification."""
     variables = {
         ROLES_VARIABLE: ",".join(spec.roles),
         PROFILE_VARIABLE: spec.profile,
@@ -245,12 +250,13 @@ def told_variables(spec: RunSpec) -> dict[str, str]:
 
 
 def with_told(spec: RunSpec) -> RunSpec:
-    """Return the specification of a stored row, in whose `env` the fields above are variables.
+    """Return the specification of a stored row, with the variables of `told_variables` moved from `env` to
+    their fields.
 
-    Rows have them there because earlier releases, which may lead while this one is installed, hand a run
-    nothing but its `env`. No client can set variables with these names.
+    Rows keep these fields in `env` because earlier releases, which may lead while this release is being
+    installed, hand a run nothing but its `env`. No client can set variables with these names.
     """
-    if spec.sizing is not None and spec.sizing.kind == "":  # rows of earlier releases have it for None
+    if spec.sizing is not None and spec.sizing.kind == "":  # rows of earlier releases have "" instead of None
         spec = replace(spec, sizing=replace(spec.sizing, kind=None))
     if _TOLD.isdisjoint(spec.env):
         return spec
@@ -284,20 +290,22 @@ class AdmittedTask(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """A client's request about an existing task. A gateway inserts the request; only the leader carries it
-    out.
+    """A client's request to the leader, about an existing task or about something that the leader controls. A
+    gateway inserts the request; only the leader carries it out.
 
-    `what` and its fields:
+    `what` names the action. The actions, with their `fields`, are:
 
-    - of a task: cancel (grace_seconds or none), change (priority, held, times), stack (rank) - of an external
-    holder, also: renew (ttl_seconds or none), release (by) - of a model, also: want (priority, uses), pin
-    (pinned, by) - of operators: attest (leases, by, reason) for a holder; resume (nodes, by, reason) for no
-    task; cordon, uncordon (by, reason) and drain (also deadline_seconds or none) of a node, whose name is in
-    `task` - of operators for no task: pause and unpause (queue, by, reason); disk, and clean (by, dry_run),
-    of a node, whose name is in `task` - of a worker set, whose id is in `task`: form (its fields), scale
-    (what is given of least, most and count), signal (value) - of a work stream, whose name is in `task`:
-    stream (curriculum or none, by, reason), stream_signal (progress, progress_at, data_age_seconds, quality:
-    each or none)
+    - on a task: cancel (grace_seconds or none), change (priority, held, times), stack (rank)
+    - on an external holder, also: renew (ttl_seconds or none), release (by)
+    - on a model, also: want (priority, uses), pin (pinned, by)
+    - of operators, on a holder: attest (leases, by, reason)
+    - of operators, on a node, whose name is in `task`: cordon and uncordon (by, reason), drain (by, reason,
+      deadline_seconds or none), disk and clean (by, dry_run)
+    - of operators, on no task: resume (nodes, by, reason), pause and unpause (queue, by, reason)
+    - on a worker set, whose id is in `task`: form (the fields of the set), scale (those given of least, most
+      and count), signal (value)
+    - on a work stream, whose name is in `task`: stream (curriculum or none, by, reason), stream_signal
+      (progress, progress_at, data_age_seconds and quality; each or none)
     """
 
     id: str
@@ -309,14 +317,14 @@ class Request(Struct, frozen=True):
 
 
 class BatchSubmission(Struct, frozen=True):
-    """One or more tasks that are written together or not at all, in order."""
+    """One or more tasks, in order, that are written together or not at all."""
 
     submissions: Sequence[AdmittedTask]
     idempotency_key: str | None = None
     body_hash: str = ""
     answer: str = ""
-    """The answer that is kept beside the key for a repeated request; the terms of an array or a worker set.
-    An empty answer is not kept."""
+    """The answer to a repeated request, kept beside the key: the terms of an array or a worker set. An empty
+    answer is not kept."""
     requests: Sequence[Request] = ()
     """Requests to the leader about these tasks."""
 
@@ -326,7 +334,7 @@ class BatchSubmission(Struct, frozen=True):
 
     @property
     def first(self) -> TaskId:
-        """Names the batch and carries its key."""
+        """The id of the first task. It names the batch and carries its idempotency key."""
         return self.submissions[0].task.id
 
 
@@ -337,13 +345,14 @@ class StoredState(Struct, frozen=True):
     state: TaskState
     failed_by: TaskId | None = None
     array: TaskId | None = None
-    """The array of a worker; its id is that of its first worker."""
+    """The array, if the task is a worker of one. The id of an array is that of its first worker."""
 
 
 class SubmitVerdict(StrEnum):
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
-    """The key and the body are those of an earlier submission: `task` is the id of its first task."""
+    """The key and the body are those of an earlier submission. `SubmitOutcome.task` is the id of its first
+    task."""
     KEY_REUSED = "key_reused"
 
 
@@ -362,16 +371,16 @@ ENTRYPOINT_NOT_ALLOWED = "entrypoint_not_allowed"
 SECRET_MISSING = "secret_missing"  # noqa: S105  # not a secret: it says that one is not there
 """Failure kind of a task whose tenant has deleted a secret that it names."""
 OBJECT_MISSING = "object_missing"
-"""Failure kind of a task that opens an object which its tenant does not have any more."""
+"""Failure kind of a task that opens an object which its tenant no longer has."""
 ARRAY_IMPORT_FAILED = "array_import_failed"
-"""Failure kind of a worker of an array that cannot open its function or its items; `max_retries` of workers
-is for crashes of items."""
+"""Failure kind of a worker of an array that cannot open its function or its items. No retry follows: the
+`max_retries` of workers are for items that crash their worker."""
 NO_DIRECTORY = "no_directory"
-"""Failure kind of a task whose directory its node lacks, or its user cannot enter."""
+"""Failure kind of a task whose working directory is missing on its node or cannot be entered by its user."""
 WITHDRAWN = frozenset(
     {ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, ARRAY_IMPORT_FAILED, OBJECT_MISSING, NO_DIRECTORY}
 )
-"""Failure kinds of starts that would fail as often as they are tried."""
+"""Failure kinds of starts that would fail again at each retry."""
 
 EntrypointPatterns = tuple[str, ...]
 
@@ -387,10 +396,12 @@ def named_patterns(patterns: EntrypointPatterns) -> str:
 
 
 def withdrawn_entrypoints(patterns: EntrypointPatterns, waiting: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return those entrypoints of waiting tasks that are not allowed, with the number of tasks that name
-    each, the most frequent first."""
-    found = [(name, count) for name, count in waiting.items() if not is_entrypoint_allowed(patterns, name)]
-    return sorted(found, key=lambda item: (-item[1], item[0]))
+    """Return (entrypoint, number of waiting tasks) for each entrypoint that is not allowed, the most frequent
+    first."""
+    withdrawn = [
+        (name, count) for name, count in waiting.items() if not is_entrypoint_allowed(patterns, name)
+    ]
+    return sorted(withdrawn, key=lambda item: (-item[1], item[0]))
 
 
 def _matches(entrypoint: str, pattern: str) -> bool:

@@ -18,8 +18,8 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
 def meant_field(name: str, known: Collection[str], inner: Mapping[str, Collection[str]]) -> str:
     """Return the question or the list that helps somebody who has sent an unknown field.
 
-    A field of this name wins, then one of this name in an inner object, then the most similar one.
-    `inner` has the fields of each inner object, by the name of the field that holds it.
+    A known field of this name wins, then one of this name in an inner object, then the most similar known
+    field. `inner` has the fields of each inner object, by the name of the field that holds the object.
     """
     if name in known:
         return f'did you mean "{name}"?'

@@ -88,7 +88,7 @@ TRANSITIONS: dict[tuple[TaskState, Move], TaskState] = {
     (_S, Move.EXPIRED): TaskState.EXPIRED,
     (_S, Move.CHANGED): _S,
 }
-"""(state, move) -> next state. Any other move is a bug of ours, never a client's.
+"""(state, move) -> next state. Any other move is a bug of the service, never a client's fault.
 
 ADMITTED may end at once: a short run reports its start and its end together. An external holder and an
 inference start with their admission: no process has to be waited for.
@@ -96,7 +96,7 @@ inference start with their admission: no process has to be waited for.
 
 
 class OnFailure(StrEnum):
-    """Ways to treat a task when one that it runs after does not succeed."""
+    """Ways to treat a task when a task that it depends on does not succeed."""
 
     FAIL = "fail"
     IGNORE = "ignore"
@@ -127,9 +127,9 @@ class StopReason(StrEnum):
     DEADLINE = "deadline"
     OVERUSE = "overuse"
     RANK_FAILED = "rank_failed"
-    """One rank of the gang failed, so the others are stopped. Uses up a retry."""
+    """One rank of the gang failed, so the others are stopped. This uses up a retry."""
     RANK_LOST = "rank_lost"
-    """One rank never started, or was lost with its node or agent. Uses up no retry."""
+    """One rank never started, or was lost with its node or agent. This uses up no retry."""
     START_TIMEOUT = "start_timeout"
     MOVE = "move"
     """The run moves to another device, where room is pledged to it, so that another task fits here. The task
@@ -162,7 +162,7 @@ class Task(Struct, frozen=True, omit_defaults=True):
     """The latest end: a pending task expires and a run is stopped then. An external holder's renewal extends
     it."""
     expected_seconds: Seconds | None = None
-    """The duration of one run, as the client says. Nothing ends because of it."""
+    """The duration of one run that the client expects. No run is ended because of it."""
     stream: str = ""
     """The work stream of the task. Its weight orders tasks of equal aged priority."""
     subject: str = ""
@@ -178,20 +178,20 @@ class Task(Struct, frozen=True, omit_defaults=True):
     fence: Fence = Fence(0)
     held: bool = False
     awaits: bool = False
-    """True if not all of `after` have ended, as far as the row says."""
+    """True if, by this row, not all of `after` have ended yet."""
     failed_by: TaskId | None = None
     """The first failed task of the chain of dependencies that made this task fail."""
     expires_at: Instant | None = None
-    """The time at which the task expires if it was never admitted, set when it enters the queue. The time
-    until which a model is wanted, pending or loaded."""
+    """The time at which the task expires if it was never admitted; set when the task enters the queue. For a
+    model, the time until which the model is wanted, pending or loaded."""
     not_before: Instant | None = None
     failures: int = 0
     preemptions: int = 0
     node: NodeName | None = None
     admitted_at: Instant | None = None
     ordered_at: Instant | None = None
-    """The time at which the node's agent had the order to start the task; known once the task has started.
-    The time of the last agent for a gang."""
+    """The time at which the node's agent had received the order to start the task; for a gang, the time of
+    the last agent. It is known once the task has started."""
     started_at: Instant | None = None
     checkpoint_at: Instant | None = None
     finished_at: Instant | None = None
@@ -207,7 +207,7 @@ class Task(Struct, frozen=True, omit_defaults=True):
 
     @property
     def queued_at(self) -> Instant:
-        """The time that its place in the queue and its age count from."""
+        """The time from which the task's age and its place in the queue count."""
         match self.holder:
             case Model(left_at=left_at) if left_at is not None:
                 return left_at
@@ -229,8 +229,8 @@ class Task(Struct, frozen=True, omit_defaults=True):
 
     @property
     def waits_until(self) -> Instant | None:
-        """The instant at which the task expires if it is still pending; None: never. The limit is for the
-        first admission only: a task that has run and comes back is not ended by it."""
+        """The instant at which the task expires if it is still pending; None: never. `expires_at` limits the
+        wait for the first admission only: it does not end a task that has run and was requeued."""
         if self.expires_at is None:
             return self.deadline_at
         match self.holder:
@@ -242,13 +242,13 @@ class Task(Struct, frozen=True, omit_defaults=True):
 
 
 def model_of(task: Task) -> Model:
-    """Return the model that the task holds, or wants to hold. Only for tasks that the index of models has."""
+    """Return the model that the task holds or wants to hold. The task's holder must be a Model."""
     assert isinstance(task.holder, Model)
     return task.holder
 
 
 def members_of(task: Task) -> tuple[Member, ...]:
-    """Return the ranks of a gang's newest claim, by rank. Tasks of other kinds have none."""
+    """Return the ranks of a gang's newest claim, by rank; empty for a task of another kind."""
     match task.holder:
         case Gang(members):
             return members
@@ -289,7 +289,7 @@ Notice = tuple[TaskId | None, bool]
 
 
 def stop_notice(task: Task, rank: int = 0) -> Notice:
-    """Return the notice of one rank; a rank may leave a gang that goes on."""
+    """Return the stop notice of one rank. A rank may be asked to leave while its gang goes on."""
     match task.holder:
         case Gang(members) if members and not (member := members[rank]).takes_part:
             return member.freeing_for, True
@@ -298,7 +298,7 @@ def stop_notice(task: Task, rank: int = 0) -> Notice:
 
 
 def stop_notices(task: Task) -> list[Notice]:
-    """Return the notices of all ranks of the claim."""
+    """Return the stop notices of all ranks of the claim."""
     match task.holder:
         case Gang(members) if members:
             return [stop_notice(task, member.rank) for member in members]
@@ -307,8 +307,8 @@ def stop_notices(task: Task) -> list[Notice]:
 
 
 def move(task: Task, transition: Move, **changes: Any) -> Task:
-    """The task after one move: next state, version + 1, and the given fields changed. Raises
-    IllegalTransition."""
+    """Return the task after one move: in the next state, with version + 1 and the given fields changed.
+    Raises IllegalTransition if the state does not allow the move."""
     try:
         state = TRANSITIONS[task.state, transition]
     except KeyError:

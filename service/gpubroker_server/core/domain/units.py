@@ -17,19 +17,22 @@ MonotonicSeconds = NewType("MonotonicSeconds", float)
 TaskId = NewType("TaskId", str)
 NodeName = NewType("NodeName", str)
 DeviceKey = NewType("DeviceKey", str)
-"""`cluster/node/uuid`: outlives Ray node ids, driver restarts and renumbering."""
+"""`cluster/node/uuid`. The key stays the same when Ray node ids change, a driver restarts or GPUs are
+renumbered."""
 
 Fence = NewType("Fence", int)
-"""Number of a claim on a holder: it rises with each claim and is never reset. 0: never claimed."""
+"""The number of a claim on a holder. It rises with each claim and is never reset; 0 if the holder was never
+claimed."""
 
 Term = NewType("Term", int)
 
 Lineage = NewType("Lineage", int)
-"""One unbroken history of a database: seconds from 2025-01-01 to when it began, and 0 from the first
-migration on. A database that has lost commits gets a new one, above each earlier one."""
+"""The number of one unbroken history of a database: 0 from the first migration on, later the seconds from
+2025-01-01 to the beginning of the history. A database that has lost commits gets a new lineage, above all
+earlier ones."""
 
 Position = NewType("Position", int)
-"""Place in the event log: gap-free, in commit order. 0 is before the first event."""
+"""The place of an event in the log. Places are gap-free and in commit order; 0 is before the first event."""
 
 
 def device_key(cluster: str, node: str, uuid: str) -> DeviceKey:
@@ -43,13 +46,13 @@ def node_key(node: NodeName) -> DeviceKey:
 
 
 def node_of(device: DeviceKey) -> NodeName:
-    """The node of a device, or of a `node_key`."""
+    """Return the node of a device, or of a `node_key`."""
     return NodeName(device.split("/", 2)[1])
 
 
 def mark_of(holder: str, fence: Fence, rank: int) -> str:
-    """Names one process group in samples and on its node. Rank 0 is left out, since most holders have no
-    other."""
+    """Return the name of one process group in samples and on its node. Rank 0 is left out, since most holders
+    have no other rank."""
     return f"{holder}:{fence}:{rank}" if rank else f"{holder}:{fence}"
 
 
@@ -60,8 +63,9 @@ def release_numbers(release: str) -> tuple[int, ...]:
 
 
 def in_gib(mb: float, *beside: float) -> str:
-    """Return the text for a number of MiB, as GiB with one decimal: 18432 -> '18.0 GiB'. `beside`: sizes that
-    the reader compares it with; where one that differs would read the same, it stays in MiB."""
+    """Return the text for a number of MiB, as GiB with one decimal: 18432 -> '18.0 GiB'. `beside` has sizes
+    in MiB with which the reader compares it. If a different one of them would have the same text, the number
+    stays in MiB."""
     text = f"{mb / 1024:.1f} GiB"
     looks_equal = any(other != mb and f"{other / 1024:.1f} GiB" == text for other in beside)
     return f"{mb:.0f} MiB" if looks_equal else text

@@ -1,5 +1,5 @@
-"""The time at which a waiting task is expected to start, and the changes that would help. This is the costly
-part of an explanation."""
+"""Find the time at which a waiting task is expected to start, and the changes that would help. This is the
+costly part of an explanation."""
 
 from collections.abc import Sequence
 from heapq import nsmallest
@@ -24,7 +24,7 @@ from gpubroker_server.core.planning.forecasts.run_estimates import Remaining
 from gpubroker_server.core.world.ledger import DeviceLedger
 
 MAX_NODES = 8
-"""Nodes for which a start is forecast, those that have room first."""
+"""The most nodes for which a start is forecast. The nodes that have room first are chosen."""
 
 
 _VERDICTS = {StartNow: "starts", Evict: "preempts", Wait: "waits"}
@@ -32,21 +32,24 @@ _VERDICTS = {StartNow: "starts", Evict: "preempts", Wait: "waits"}
 
 class Advice(Struct, frozen=True):
     verdict: str
-    """starts, preempts or waits. A deferred task waits."""
+    """`starts`, `preempts` or `waits`. A deferred task waits."""
     way: Way
-    """The decision that the planner would take now; for a deferred task, if it were not deferred."""
+    """The decision that the planner would take now; for a deferred task, the decision if it were not
+    deferred."""
     start: ExpectedStart | None
-    """The start that is pledged or forecast; else the time at which it has room, unless another task takes
-    that. None: unknown, as for a task without a forecast whose room is reserved for others."""
+    """The pledged or forecast start; otherwise the time at which the task has room, unless another task takes
+    it. None if that is unknown, as for a task without a forecast whose room is reserved for others."""
     preemption: PreemptionVerdict
     remedies: tuple[Remedy, ...]
     """The remedies; empty if none is needed or none was found."""
     free_in: dict[DeviceKey, Remaining]
-    """Device that the task may use -> the time until it has enough for the task, where known."""
+    """Device that the task may use -> the time until it has enough memory for the task. Devices for which
+    that is unknown are left out."""
     expected_ends: ExpectedEnds
 
-    def message(self, found: Explanation) -> str:
-        """Say what would become of the task if it were submitted now; `found` says what it would wait for."""
+    def message(self, explanation: Explanation) -> str:
+        """Return a text about what would become of the task if it were submitted now. `explanation` says what
+        the task would wait for."""
         places, eviction = self.way.places, self.way.eviction
         if self.verdict == "starts" and places is not None:
             return (
@@ -54,18 +57,20 @@ class Advice(Struct, frozen=True):
             )
         if self.verdict == "preempts" and eviction is not None:
             victims = self.preemption.message
-            return f"{victims}, and the task would start on {eviction.node}; until then: {found.message}"
-        return found.message
+            return (
+                f"{victims}, and the task would start on {eviction.node}; until then: {explanation.message}"
+            )
+        return explanation.message
 
 
-def advise(found: Diagnosis, highest_priority: int = 100) -> Advice:
+def advise(diagnosis: Diagnosis, highest_priority: int = 100) -> Advice:
     """Return the advice for a pending task, or for one that has not been submitted."""
-    survey = found.survey
+    survey = diagnosis.survey
     task, draft = survey.task, survey.draft
     what_if = WhatIf(draft, survey.policy, survey.now, survey.forecasts, survey.known)
     way = what_if.way(task)
     expected_ends = ExpectedEnds(draft, survey.policy, survey.now)
-    free_in = _free_in(found.device_survey, expected_ends)
+    free_in = _free_in(diagnosis.device_survey, expected_ends)
     verdict = "waits" if is_deferred(task, draft.world) else _VERDICTS[type(way)]
     may_start = verdict == "starts"
     return Advice(
@@ -88,32 +93,33 @@ def _is_reserved(way: Way) -> bool:
 
 
 def _free_in(survey: Survey, expected_ends: ExpectedEnds) -> dict[DeviceKey, Remaining]:
-    found = {}
+    ends = {}
     if survey.task.demand.gpus:
         for node in survey.nodes:
             for device in node.open_devices:
                 missing_mb = (device.need_mb or 0) - device.free_mb
                 end = _end_of_need(device.ledger, missing_mb, survey.task.id, expected_ends)
                 if end is not None:
-                    found[device.ledger.device.key] = end
-    return found
+                    ends[device.ledger.device.key] = end
+    return ends
 
 
 def _end_of_need(
     ledger: DeviceLedger, missing_mb: int, task: TaskId, expected_ends: ExpectedEnds
 ) -> Remaining | None:
-    """Return when `missing_mb` more will be free on a device, without what is being freed for others."""
+    """Return the time until `missing_mb` more are free on a device, without the memory that is being freed
+    for other tasks; None if that is unknown."""
     within = Remaining(Seconds(0.0), Seconds(0.0), 0)
     if missing_mb <= 0:
         return within
     if ledger.held_mb() < missing_mb:
         return None
     ends: list[tuple[Remaining, int]] = []
-    for held in ledger.holdings.values():
-        if held.freeing_for is None or held.freeing_for == task:
-            end = expected_ends.of_holding(held).within(expected_ends.now)
+    for holding in ledger.holdings.values():
+        if holding.freeing_for is None or holding.freeing_for == task:
+            end = expected_ends.of_holding(holding).within(expected_ends.now)
             if end is not None:
-                ends.append((end, held.occupied_mb))
+                ends.append((end, holding.occupied_mb))
     ends.sort(key=lambda end: end[0].p50_seconds)
     for end, mb in ends:
         if missing_mb <= 0:
@@ -123,7 +129,7 @@ def _end_of_need(
 
 
 def _later(first: Remaining, second: Remaining) -> Remaining:
-    """Return when both have ended; n is the smaller one."""
+    """Return the time until both have ended. Its `n` is the smaller one."""
     p50, p90 = max(first.p50_seconds, second.p50_seconds), max(first.p90_seconds, second.p90_seconds)
     return Remaining(p50, p90, min((end.n for end in (first, second) if end.n), default=0))
 
@@ -149,14 +155,14 @@ def _start(survey: Survey, way: Way, free_in: dict[DeviceKey, Remaining]) -> Exp
 
 
 def _nodes(survey: Survey, free_in: dict[DeviceKey, Remaining]) -> list[NodeName]:
-    gpus, found = survey.task.demand.gpus, []
+    gpus, candidates = survey.task.demand.gpus, []
     for node in survey.nodes:
         if node.is_usable and node.is_large_enough:
             keys = (device.ledger.device.key for device in node.devices)
             ends = sorted(free_in[key].p50_seconds for key in keys if key in free_in)
             if len(ends) >= gpus:
-                found.append((ends[gpus - 1] if gpus else 0.0, node.node.name))
-    return [name for _, name in nsmallest(MAX_NODES, found)]
+                candidates.append((ends[gpus - 1] if gpus else 0.0, node.node.name))
+    return [name for _, name in nsmallest(MAX_NODES, candidates)]
 
 
 def _at(instant: Instant) -> ExpectedStart:

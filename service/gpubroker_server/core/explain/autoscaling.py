@@ -1,5 +1,5 @@
-"""Facts for autoscalers: the demand that waiting tasks lack, the demand of all tasks together, and the idle
-nodes."""
+"""Compute the facts for autoscalers: the demand that waiting tasks lack, the demand of all tasks together,
+and the idle nodes."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -47,20 +47,24 @@ def plus(left: Capacity, right: Capacity) -> Capacity:
 
 class AutoscalingDemand(Struct, frozen=True):
     unmet: tuple[UnmetGroup, ...]
-    """The groups by pool and kinds. A gang whose ranks differ in these is in several."""
+    """The lacking demand, grouped by pool and kinds. A gang whose ranks differ in their kinds is in several
+    groups."""
     tasks: int
-    """Number of tasks that lack room."""
+    """The number of tasks that lack room."""
     limited_tasks: int
-    """Tasks that wait for a quota or a limit, which no further node would raise."""
+    """The number of tasks that wait for a quota or a limit, which no further node would raise."""
     used: Capacity
-    """GPUs that are held in whole or in part, and what runs hold of nodes."""
+    """The GPUs that are held in whole or in part, with their leased MiB, and the CPU and host memory that
+    runs use."""
     spare: tuple[SpareNode, ...]
     """Nodes that could be given back, in name order."""
     bundles: Mapping[tuple[float, float, int], int]
-    """(GPUs, CPUs, MiB) of each run and of each waiting task or rank, and how many ask for this."""
+    """(GPUs, CPUs, MiB of host memory) -> the number of runs and of waiting tasks or ranks that ask for
+    this."""
 
     def unmet_gpus(self) -> Mapping[str, float]:
-        """The GPUs that waiting tasks lack, by pool; 0 of no pool if nothing is lacking."""
+        """Return the GPUs that waiting tasks lack, by pool. If nothing is lacking, that is 0 for the empty
+        pool."""
         unmet = dict.fromkeys((group.pool for group in self.unmet), 0.0) or {"": 0.0}
         for group in self.unmet:
             unmet[group.pool] += group.gpus
@@ -72,8 +76,8 @@ class AutoscalingDemand(Struct, frozen=True):
 
 
 MOST_BUNDLES = 1000
-"""The most bundles: an autoscaler plans for each of them. One of each shape comes first, then those of the
-most tasks."""
+"""The most bundles that are reported, because an autoscaler plans for each of them. One of each shape comes
+first, then further ones of the shapes that most tasks have."""
 
 
 def room_for_all(demand: AutoscalingDemand) -> list[dict[str, float]]:
@@ -113,12 +117,11 @@ def autoscaling_demand(
     world: World, policy: Policy, now: Instant, scope: DemandScope = EVERYTHING
 ) -> AutoscalingDemand:
     """Return the demand for autoscalers. Held, delayed and dependent tasks do not count, nor do those for
-    which memory is being freed. The ranks that running elastic gangs lack do count. Each task that waits
-    counts in full: free memory is of no use to it. The cost is one step per group of the queue, one per node
-    and device, and for each idle node one per different demand.
+    which memory is being freed. The ranks that running elastic gangs lack do count. Each waiting task counts
+    in full, because the present free memory is of no use to it.
 
-    Each task that waits counts in full: what is free is of no use to it. Costs one step per group of the
-    queue, one per node and device, and for each idle node one per different demand.
+    The cost is one step per group of the queue, one per node and device, and for each idle node one per
+    different demand.
     """
     draft = Draft(world)
     waiting = _Waiting(draft, policy, now, scope)
@@ -126,7 +129,7 @@ def autoscaling_demand(
         waiting.count(group)
     for gang in sorted(world.growable):
         waiting.count_missing_ranks(world.tasks[gang])
-    pool = next((known for known in policy.pools if known.name == scope.pool), None)
+    pool = next((wanted_pool for wanted_pool in policy.pools if wanted_pool.name == scope.pool), None)
     nodes = [
         name
         for name in sorted(world.nodes)
@@ -164,9 +167,9 @@ class _Waiting:
     """The demands of tasks that lack room; for gangs, those of their ranks."""
     _sums: dict[tuple[str, tuple[str, ...]], _Sum] = field(default_factory=dict)
     _taken: dict[str, float] = field(default_factory=dict)
-    """Shared limit -> the amount taken by the tasks that were counted."""
+    """Shared limit -> the amount that the tasks counted so far take."""
     _taken_mb: Counter[str] = field(default_factory=Counter)
-    """Tenant -> MiB of its quota that are taken."""
+    """Tenant -> MiB of the tenant's quota that the tasks counted so far take."""
     _devices: list[Device] = field(default_factory=list)
     _pledged: Counter[QueueGroup] = field(default_factory=Counter)
     _quotas: Quotas = field(init=False)
@@ -191,7 +194,8 @@ class _Waiting:
         self._add(demand.pool, parts, allowed, group.member(0)[0])
 
     def count_missing_ranks(self, gang: Task) -> None:
-        """Count as many missing ranks as the tenant's quota and the limits of its pool allow."""
+        """Count as many missing ranks of a running gang as its tenant's quota and the limits of its pool
+        allow."""
         since = gang.started_at or self.now
         is_too_new = self.now - since < self.scope.waited_seconds
         if is_too_new or not self._is_in_scope(gang.demand) or self.draft.world.queue.pause_of(gang):
@@ -212,27 +216,27 @@ class _Waiting:
         """Add the demand of `allowed` tasks that each consist of `parts`."""
         self.tasks += allowed
         for place, part in enumerate(parts):
-            found = self._sums.setdefault((pool, part.where.kinds), _Sum())
-            first_there = all(part.where.kinds != other.where.kinds for other in parts[:place])
-            found.tasks += allowed if first_there else 0
-            found.since = min(found.since, since)
+            sums = self._sums.setdefault((pool, part.where.kinds), _Sum())
+            is_first_of_kinds = all(part.where.kinds != other.where.kinds for other in parts[:place])
+            sums.tasks += allowed if is_first_of_kinds else 0
+            sums.since = min(sums.since, since)
             gpus, need = self._gpus_of(part)
-            found.gpus += allowed * gpus
+            sums.gpus += allowed * gpus
             cpu, memory_mb = round(part.cpu * allowed, DIGITS), part.memory_mb * allowed
-            found.amounts = plus(found.amounts, Capacity(0, need * allowed, cpu, memory_mb))
+            sums.amounts = plus(sums.amounts, Capacity(0, need * allowed, cpu, memory_mb))
             self.bundles[self.bundle_of(part)] += allowed
             self.demands.add(part)
 
     def groups(self) -> tuple[UnmetGroup, ...]:
         return tuple(
             UnmetGroup(
-                **asdict(replace(found.amounts, gpus=ceil(found.gpus))),
-                tasks=found.tasks,
-                waiting_seconds=max(0.0, self.now - found.since),
+                **asdict(replace(sums.amounts, gpus=ceil(sums.gpus))),
+                tasks=sums.tasks,
+                waiting_seconds=max(0.0, self.now - sums.since),
                 pool=pool,
                 kinds=kinds,
             )
-            for (pool, kinds), found in sorted(self._sums.items())
+            for (pool, kinds), sums in sorted(self._sums.items())
         )
 
     def bundle_of(self, part: Demand) -> tuple[float, float, int]:
@@ -250,8 +254,8 @@ class _Waiting:
         return bisect_right(range(len(group)), latest, key=lambda index: group.member(index)[0])
 
     def _allowed(self, group: QueueGroup, tasks: int) -> int:
-        """Return how many of the tasks may start by quotas and limits, with all that were counted before, and
-        note them."""
+        """Return how many of the tasks may start by quotas and limits, beside all tasks that were counted
+        before, and count these tasks too."""
         demand, world = group.demand, self.draft.world
         allowed: float = max(0, tasks)
         if not allowed:
@@ -273,8 +277,8 @@ class _Waiting:
         return int(allowed)
 
     def _gpus_of(self, part: Demand) -> tuple[Fraction, int]:
-        """(how much of GPUs, MiB) on the kind where it takes the smallest share; whole ones where none is
-        known."""
+        """Return (GPUs, MiB of GPU memory) that the demand takes, on the device where its share is smallest.
+        Without a device that it may use, the demand counts in whole GPUs."""
         if not part.gpus:
             return Fraction(0), 0
         kind = self.scope.kind
@@ -294,7 +298,7 @@ def _may_use_kind(part: Demand, kind: str) -> bool:
 
 
 def _is_in_pool(world: World, node: NodeName, pool: Pool | None) -> bool:
-    """A pool without kinds and nodes is everywhere."""
+    """Return True if the node is in the pool. A pool without kinds and nodes has every node."""
     if pool is None:
         return True
     known_node = world.nodes[node]
@@ -306,7 +310,8 @@ def _is_in_pool(world: World, node: NodeName, pool: Pool | None) -> bool:
 
 
 def _present(draft: Draft, node: NodeName, kind: str = "") -> Iterator[DeviceLedger]:
-    """GPUs of this kind that the node has; of one that is split, its instances instead."""
+    """Yield the ledgers of the node's present GPUs of this kind. A GPU with MIG instances counts by its
+    instances."""
     for ledger in draft.ledgers_on(node):
         device = ledger.device
         if device.present and not device.split and (not kind or is_of_kind(device.kind, kind)):
@@ -314,9 +319,9 @@ def _present(draft: Draft, node: NodeName, kind: str = "") -> Iterator[DeviceLed
 
 
 def _used_of(draft: Draft, node: NodeName, kind: str) -> Capacity:
-    held = [ledger.held_mb() for ledger in _present(draft, node, kind) if ledger.holdings]
+    held_devices = [ledger.held_mb() for ledger in _present(draft, node, kind) if ledger.holdings]
     use = draft.use(node)
-    return Capacity(len(held), sum(held), use.cpu, use.memory_mb)
+    return Capacity(len(held_devices), sum(held_devices), use.cpu, use.memory_mb)
 
 
 def _is_spare(draft: Draft, node: NodeName, waiting: Set[Demand]) -> bool:
@@ -330,9 +335,14 @@ def _is_spare(draft: Draft, node: NodeName, waiting: Set[Demand]) -> bool:
 def _could_use(draft: Draft, node: NodeName, ledgers: list[DeviceLedger], part: Demand) -> bool:
     known_node = draft.world.nodes[node]
     offered = ledgers if part.gpus else ()
-    large = sum(need_mb(part, ledger.device) is not None for ledger in offered)
-    enough = known_node.cpu >= part.cpu and known_node.memory_mb >= part.memory_mb
-    return not known_node.cordoned and may_use_node(part, known_node) and enough and large >= part.gpus
+    large_enough = sum(need_mb(part, ledger.device) is not None for ledger in offered)
+    has_cpu_and_memory = known_node.cpu >= part.cpu and known_node.memory_mb >= part.memory_mb
+    return (
+        not known_node.cordoned
+        and may_use_node(part, known_node)
+        and has_cpu_and_memory
+        and large_enough >= part.gpus
+    )
 
 
 def _spare(draft: Draft, node: NodeName) -> SpareNode:

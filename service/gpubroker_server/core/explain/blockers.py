@@ -1,4 +1,4 @@
-"""Blockers that keep a task from being placed now, most structural first."""
+"""Find the blockers that keep a task from being placed now, the most structural first."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -28,7 +28,7 @@ from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
 _SETTLED_BY_PLEDGES = frozenset({Reason.FRAGMENTED, Reason.WAITING_FOR_MEMORY, Reason.BEHIND_HIGHER_PRIORITY})
-"""A task with pledges is told when their memory comes, not that there is too little."""
+"""Reasons that are not given to a task with pledges: its explanation says when the pledged memory comes."""
 
 
 class Blocker(Struct, frozen=True):
@@ -37,15 +37,17 @@ class Blocker(Struct, frozen=True):
 
 
 def limit_blockers(survey: Survey) -> list[Blocker]:
-    """Quotas and limits that are used up, whatever is free; for a gang over all ranks."""
+    """Return the blockers for quotas and limits that are used up, whatever memory is free. A gang counts with
+    all its ranks."""
     quota = quota_of(survey)
     short = [quota_text(quota)] if quota is not None and is_short(quota) else []
     return [*(Blocker(Reason.QUOTA_EXHAUSTED, message) for message in short), *_custom(survey)]
 
 
 def room_blockers(survey: Survey, *, of_rank: bool = False) -> list[Blocker]:
-    """Everything that keeps the task from a placement; empty if there is one. `of_rank`: without the limits
-    and the priorities for custom resources, which count over all ranks."""
+    """Return everything that keeps the task from a placement; empty if there is a placement. With `of_rank`,
+    the limits and the priority thresholds of custom resources are left out, because they hold for all ranks
+    together."""
     if isinstance(survey.task.holder, Inference):
         reasons = inference_blockers(survey.draft.world, survey.task, survey.policy)
         return [*limit_blockers(survey), *(Blocker(reason, message) for reason, message in reasons)]
@@ -61,12 +63,12 @@ def room_blockers(survey: Survey, *, of_rank: bool = False) -> list[Blocker]:
     if refusal is not None:
         return [Blocker(Reason.EXCEEDS_CAPACITY, refusal.message)]
     blockers = [] if of_rank else limit_blockers(survey)
-    large = [node for node in survey.nodes if node.is_large_enough]
-    structural = _structural(survey, large)
+    large_nodes = [node for node in survey.nodes if node.is_large_enough]
+    structural = _structural(survey, large_nodes)
     if structural is not None:
         blockers.append(structural)
     else:
-        blockers += _lack_of_room(survey, [node for node in large if _is_open(node, demand.gpus)])
+        blockers += _lack_of_room(survey, [node for node in large_nodes if _is_open(node, demand.gpus)])
     if blockers and survey.draft.pledges_of(survey.task.id):
         settled = (
             _SETTLED_BY_PLEDGES if needs_gpus(demand) else {*_SETTLED_BY_PLEDGES, Reason.CONCURRENCY_LIMITED}
@@ -77,22 +79,21 @@ def room_blockers(survey: Survey, *, of_rank: bool = False) -> list[Blocker]:
 
 
 def _lack_of_room(survey: Survey, nodes: list[NodeFinding]) -> Iterator[Blocker]:
-    """Yield the kinds of room that are missing. `nodes`: the nodes that could take the task if they had
-    room."""
-    roomy = [node for node in nodes if node.count(Verdict.FITS) >= survey.task.demand.gpus]
-    if not any(node.has_headroom for node in roomy or nodes):
-        yield _no_headroom(survey, roomy or nodes)
-    if not roomy:
+    """Yield the kinds of room that are missing. `nodes` could take the task if they had room."""
+    nodes_with_memory = [node for node in nodes if node.count(Verdict.FITS) >= survey.task.demand.gpus]
+    if not any(node.has_headroom for node in nodes_with_memory or nodes):
+        yield _no_headroom(survey, nodes_with_memory or nodes)
+    if not nodes_with_memory:
         yield _no_memory(survey, nodes)
 
 
 def task_label(other: TaskId, tenant: str, task: Task) -> str:
-    """Return what an answer about `task` may call another task: its id, if it is of the same tenant."""
+    """Return the name of another task in an answer about `task`: its id if both have the same tenant."""
     return other if tenant == task.tenant else "a task of another tenant"
 
 
 def _is_open(node: NodeFinding, gpus: int) -> bool:
-    """Return True if the node is usable and enough of its devices are known well enough."""
+    """Return True if the node is usable and enough of its devices are open, with recent samples."""
     return node.is_usable and node.count(*OPEN) >= gpus
 
 
@@ -113,8 +114,8 @@ def _short_of(name: str, asked: float, limit: float) -> str:
 
 
 def _structural(survey: Survey, nodes: list[NodeFinding]) -> Blocker | None:
-    """Return the blocker for which none of `nodes`, which are large enough, can be used, whatever is free;
-    None if there is none."""
+    """Return the reason why none of `nodes`, which are large enough, can be used, whatever memory is free;
+    None if one can."""
     if not survey.nodes:
         return Blocker(Reason.BACKEND_UNAVAILABLE, "no node has joined yet")
     if not any(node.node.ready for node in survey.nodes):
@@ -143,7 +144,7 @@ def _structural(survey: Survey, nodes: list[NodeFinding]) -> Blocker | None:
 
 
 def _closed(nodes: list[NodeFinding], names: str) -> Blocker:
-    """Return the blocker for which none of the nodes that are large enough can be used."""
+    """Return the blocker for nodes that are large enough and of which none is usable."""
     full = [f"{node.node.name}: {node.full_disk}" for node in nodes if node.full_disk]
     if full and not any(node.node.cordoned for node in nodes):
         message = f"the nodes that are large enough have a disk that is too full ({_some(full)})"
@@ -154,37 +155,39 @@ def _closed(nodes: list[NodeFinding], names: str) -> Blocker:
 
 def _closed_gpus(nodes: Iterable[NodeFinding]) -> list[str]:
     return [
-        f"{one.ledger.device.label}: {closure.reason}"
+        f"{finding.ledger.device.label}: {closure.reason}"
         for node in nodes
-        for one in node.devices
-        if one.verdict is Verdict.GPU_CLOSED and (closure := one.ledger.device.closure)
+        for finding in node.devices
+        if finding.verdict is Verdict.GPU_CLOSED and (closure := finding.ledger.device.closure)
     ]
 
 
 def _no_headroom(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
-    """`nodes`: the nodes with room on their devices, if there are any; otherwise all nodes that could take
-    the task."""
+    """Return the blocker for nodes without enough CPU, host memory, run slots or custom resources. `nodes`
+    are those with room on their devices or, if there are none, all that could take the task."""
     task, demand = survey.task, survey.task.demand
     rooms = {
         n.node.name: survey.draft.headroom(n.node.name, task=task.id, priority=task.priority) for n in nodes
     }
     best = max(rooms, key=lambda name: (rooms[name][:3], name))
     room = rooms[best]
-    short = []
+    shortages = []
     if room.runs < 1:
-        short.append("a run slot, and none is left")
+        shortages.append("a run slot, and none is left")
     if room.cpu < demand.cpu:
         unit = "CPU" if demand.cpu == 1 else "CPUs"
-        short.append(f"{demand.cpu:g} {unit}, of which {max(0.0, room.cpu):g} are left")
+        shortages.append(f"{demand.cpu:g} {unit}, of which {max(0.0, room.cpu):g} are left")
     if room.memory_mb < demand.memory_mb:
         left = in_gib(max(0, room.memory_mb), demand.memory_mb)
-        short.append(f"{in_gib(demand.memory_mb, room.memory_mb)} of host memory, of which {left} are left")
+        shortages.append(
+            f"{in_gib(demand.memory_mb, room.memory_mb)} of host memory, of which {left} are left"
+        )
     asked, left_of = dict(demand.custom), dict(room.custom)
-    short += [
+    shortages += [
         f"{asked[name]:g} of {name!r}, of which {max(0.0, left_of[name]):g} are left"
         for name in room.short_of(task)
     ]
-    message = f"needs {'; '.join(short)} (on {best}, the node with the most CPU left)"
+    message = f"needs {'; '.join(shortages)} (on {best}, the node with the most CPU left)"
     return Blocker(Reason.CONCURRENCY_LIMITED, message)
 
 
@@ -192,25 +195,27 @@ def waiting_for_preemption(survey: Survey) -> Blocker:
     draft, task = survey.draft, survey.task
     pledges = draft.pledges_of(task.id)
     runs = map(draft.task, sorted(draft.world.active))
-    victims = [  # runs that were asked to stop for it, or of which a rank was
+    victims = [  # runs that were asked to stop for the task, or to give up a rank for it
         task_label(run.id, run.tenant, task)
         for run in runs
         if any(preemptor == task.id for preemptor, _ in stop_notices(run))
     ]
     size = in_gib(sum(pledge.mb for pledge in pledges.values()))
     if needs_gpus(task.demand):
-        kept = f"{size} on {_some(draft.ledger(device).device.label for device in sorted(pledges))}"
+        pledged = f"{size} on {_some(draft.ledger(device).device.label for device in sorted(pledges))}"
     else:
-        kept = f"CPU and host memory of {_some(map(node_of, sorted(pledges)))}"
+        pledged = f"CPU and host memory of {_some(map(node_of, sorted(pledges)))}"
     event = f"{_some(victims)} to stop" if victims else "their memory to be released"
     left = max(pledge.deadline_at for pledge in pledges.values()) - survey.now
     due = f"within {in_time(left)}" if left > 0 else f"due {in_time(-left)} ago"
-    return Blocker(Reason.WAITING_FOR_PREEMPTION, f"{kept} are pledged to it; it waits for {event} ({due})")
+    return Blocker(
+        Reason.WAITING_FOR_PREEMPTION, f"{pledged} are pledged to it; it waits for {event} ({due})"
+    )
 
 
 def _no_memory(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
-    """`nodes`: nodes that only a lack of GPU memory keeps from the task: none has enough devices with
-    room."""
+    """Return the blocker for a lack of GPU memory. `nodes` lack nothing else: none of them has enough devices
+    with room."""
     gpus = survey.task.demand.gpus
     for node in nodes:
         if node.count(Verdict.FITS, Verdict.KEPT_FOR_OTHERS) >= gpus:
@@ -219,20 +224,22 @@ def _no_memory(survey: Survey, nodes: list[NodeFinding]) -> Blocker:
     smallest = min(finding.need_mb or 0 for finding in devices)
     total = sum(finding.free_mb for finding in devices)
     largest = max(devices, key=lambda finding: (finding.free_mb, finding.ledger.device.key))
-    block = f"{in_gib(largest.free_mb, smallest)} ({largest.ledger.device.label})"
+    block_text = f"{in_gib(largest.free_mb, smallest)} ({largest.ledger.device.label})"
     needs = _needs(survey, smallest, largest.free_mb) + _coming(survey, devices) + _not_whole(survey, devices)
     reason = Reason.WAITING_FOR_MEMORY if total < gpus * smallest else Reason.FRAGMENTED
     if gpus > 1:
         return Blocker(reason, f"{needs}; {_most_on_one_node(survey.task, nodes)}")
     if reason is Reason.WAITING_FOR_MEMORY:
-        return Blocker(reason, f"{needs}; the largest free block is {block}")
+        return Blocker(reason, f"{needs}; the largest free block is {block_text}")
     return Blocker(
-        reason, f"{needs}; {in_gib(total, largest.free_mb)} are free in all, but the largest block is {block}"
+        reason,
+        f"{needs}; {in_gib(total, largest.free_mb)} are free in all, but the largest block is {block_text}",
     )
 
 
 def _most_on_one_node(task: Task, nodes: list[NodeFinding]) -> str:
-    """Return how near the best node comes to a demand of several devices: one large block does not help."""
+    """Return a text about the node with the most devices that fit. A demand for several devices is not helped
+    by one large block."""
     best = max(nodes, key=lambda node: (node.count(Verdict.FITS), node.node.name))
     fitting = [device.ledger.device.label for device in best.devices if device.verdict is Verdict.FITS]
     device_names = f" ({_some(fitting)})" if fitting else ""
@@ -241,10 +248,12 @@ def _most_on_one_node(task: Task, nodes: list[NodeFinding]) -> str:
 
 
 def _kept_for_others(task: Task, node: NodeFinding) -> Blocker:
-    """The room on this node is pledged to tasks of the same or higher priority."""
-    kept = [finding for finding in node.devices if finding.verdict is Verdict.KEPT_FOR_OTHERS]
-    pledges = {pledge.preemptor: pledge for finding in kept for pledge in finding.ledger.pledges.values()}
-    device_names = _some(finding.ledger.device.label for finding in kept)
+    """Return the blocker for a node whose room is pledged to tasks of the same or higher priority."""
+    kept_devices = [finding for finding in node.devices if finding.verdict is Verdict.KEPT_FOR_OTHERS]
+    pledges = {
+        pledge.preemptor: pledge for finding in kept_devices for pledge in finding.ledger.pledges.values()
+    }
+    device_names = _some(finding.ledger.device.label for finding in kept_devices)
     owners = _some(
         f"{task_label(pledge.preemptor, pledge.tenant, task)} (priority {pledge.priority})"
         for pledge in sorted(pledges.values(), key=lambda p: (-p.priority, p.preemptor))
@@ -261,17 +270,21 @@ def _needs(survey: Survey, smallest_mb: int, *beside_mb: int) -> str:
 
 
 def _coming(survey: Survey, devices: Iterable[DeviceFinding]) -> str:
-    """Names a device that is releasing enough memory, so that no run is preempted."""
+    """Return a text that names a device on which enough memory is being released, so that no run is
+    preempted; empty if there is none."""
     if survey.task.demand.gpus == 1:
         for finding in devices:
-            soon = finding.ledger.free_after_releases_mb(task=survey.task.id, priority=survey.task.priority)
-            if soon >= (finding.need_mb or 0):
+            soon_free_mb = finding.ledger.free_after_releases_mb(
+                task=survey.task.id, priority=survey.task.priority
+            )
+            if soon_free_mb >= (finding.need_mb or 0):
                 return f", which is being released on {finding.ledger.device.label}"
     return ""
 
 
 def _not_whole(survey: Survey, devices: Iterable[DeviceFinding]) -> str:
-    """Use without a lease that keeps the task from a whole GPU."""
+    """Return a text about use without a lease that keeps the task from a whole GPU; empty if there is
+    none."""
     if survey.task.demand.takes_whole_devices:
         for finding in devices:
             others = used_without_lease(finding.ledger)
@@ -282,7 +295,7 @@ def _not_whole(survey: Survey, devices: Iterable[DeviceFinding]) -> str:
 
 
 def used_without_lease(ledger: DeviceLedger) -> str:
-    """Return the sentence about what of a device is used without a lease; empty if nothing is."""
+    """Return a text about the memory of a device that is used without a lease; empty if none is."""
     parts = []
     if ledger.foreign_mb:
         parts.append(f"{in_gib(ledger.foreign_mb)} are used by processes outside gpubroker")
@@ -303,7 +316,8 @@ def is_short(quota: Quota) -> bool:
 
 
 def quota_text(quota: Quota) -> str:
-    """Return what the task counts against its tenant's quota, and what the tenant may still take."""
+    """Return a text about the MiB that the task counts against its tenant's quota, and the MiB that the
+    tenant may still take."""
     counts, left = quota.counts_mb, quota.left_mb
     guaranteed, used = quota.guaranteed_mb, quota.used_mb
     borrows = f" and borrows from cohort {quota.cohort}" if quota.cohort else ""
@@ -315,23 +329,23 @@ def quota_text(quota: Quota) -> str:
 
 
 def quota_of(survey: Survey) -> Quota | None:
-    """Return how the task stands against its tenant's quota; None for a task without GPUs, and for a tenant
-    without a quota."""
+    """Return the state of the tenant's quota and what the task counts against it; None for a task without
+    GPUs, and for a tenant without a quota."""
     task, policy = survey.task, survey.policy
     if not any(part.gpus for part in task.demand.bundles or (task.demand,)):
         return None
     quotas = Quotas(survey.draft, policy)
-    found = quotas.of(task.tenant, task.priority, task.id) if policy.has_quotas else None
-    if found is None:
+    tenant_quota = quotas.of(task.tenant, task.priority, task.id) if policy.has_quotas else None
+    if tenant_quota is None:
         return None
     return Quota(
         tenant=task.tenant,
         cohort=policy.tenant(task.tenant).cohort or None,
-        guaranteed_mb=found.guaranteed_mb,
-        used_mb=found.claimed_mb,
-        borrowed_mb=found.borrowed_mb,
-        lent_mb=found.lent_mb,
-        left_mb=max(0, found.left_mb),
+        guaranteed_mb=tenant_quota.guaranteed_mb,
+        used_mb=tenant_quota.claimed_mb,
+        borrowed_mb=tenant_quota.borrowed_mb,
+        lent_mb=tenant_quota.lent_mb,
+        left_mb=max(0, tenant_quota.left_mb),
         counts_mb=quotas.need_mb(task.demand),
     )
 
@@ -352,8 +366,8 @@ def inference_blockers(world: World, task: Task, policy: Policy) -> list[tuple[R
         return [(Reason.BACKEND_UNAVAILABLE, "no Triton server is configured; set triton.servers")]
     servers = servers_of(world, policy, model)
     if not servers:
-        held = holders(world, policy, model)
-        does = _MODEL_STATES[held[0].state] if held else _NOT_LOADED
+        model_holders = holders(world, policy, model)
+        does = _MODEL_STATES[model_holders[0].state] if model_holders else _NOT_LOADED
         return [(Reason.MODEL_LOADING, f"model {model} is not in memory: {does}")]
     if len(world.models.asking(model)) >= serving.at_once:
         message = f"model {model} is answering {serving.at_once} inferences, the most at once"

@@ -1,4 +1,4 @@
-"""Demands with which a task has room now: smaller ones, and ones with wider constraints."""
+"""Find demands with which a task has room now: smaller ones, and ones with wider constraints."""
 
 from collections.abc import Iterator
 from math import ceil, floor
@@ -16,7 +16,7 @@ ANY_DEVICE: dict[str, Any] = {"kinds": [], "min_power": 0, "min_device_mb": 0}
 
 
 def smaller_gpu_memory(planner: RemedyPlanner) -> Remedy | None:
-    """The most GPU memory that has room and is within the quota."""
+    """Return the remedy to ask for the most GPU memory that has room and is within the quota."""
     demand = planner.task.demand
     asked = asked_mb(planner, demand)
     if not asked:
@@ -32,7 +32,7 @@ def smaller_gpu_memory(planner: RemedyPlanner) -> Remedy | None:
 
 
 def with_memory(demand: Demand, most: int) -> tuple[dict[str, Any], Demand]:
-    """The demand with so much of each device, and that as a change."""
+    """Return the demand with `most` MiB of each device, after the change of fields that leads to it."""
     change: dict[str, Any] = {"gpu_mb": most}
     if demand.gpu_fraction is not None:
         change["gpu_fraction"] = None
@@ -42,8 +42,8 @@ def with_memory(demand: Demand, most: int) -> tuple[dict[str, Any], Demand]:
 
 
 def asked_mb(planner: RemedyPlanner, demand: Demand) -> int:
-    """Return the memory that is asked for per device; for whole devices and shares, that on the largest
-    device."""
+    """Return the MiB that the demand asks for per device; for whole devices and fractions, the MiB on the
+    largest device."""
     if not demand.gpus or demand.gpu_mb is not None:
         return demand.gpu_mb or 0
     ledgers = planner.draft.world.ledgers.values()
@@ -51,7 +51,8 @@ def asked_mb(planner: RemedyPlanner, demand: Demand) -> int:
 
 
 def _most_on(planner: RemedyPlanner, node: NodeName) -> int:
-    """Return what each of as many devices of the node as the task asks for could give it now."""
+    """Return the most MiB that each of the task's devices could have on this node now; 0 if the node lacks
+    room for the task."""
     task, survey = planner.task, planner.survey
     if not planner.draft.headroom(node, task=task.id, priority=task.priority).fits(task):
         return 0
@@ -69,7 +70,7 @@ def _most_on(planner: RemedyPlanner, node: NodeName) -> int:
 
 
 def _costliest_mb(planner: RemedyPlanner, demand: Demand) -> int:
-    """The largest context of a process on a device that it may use: quotas count it."""
+    """Return the largest `context_mb` of the devices that the demand may use. Quotas count the context."""
     ledgers = planner.draft.world.ledgers.values()
     usable = (
         ledger.device for ledger in ledgers if ledger.device.present and may_use_device(demand, ledger.device)
@@ -89,7 +90,8 @@ def fewer_gpus(planner: RemedyPlanner) -> Remedy | None:
 
 
 def cheaper_kind(planner: RemedyPlanner) -> Remedy | None:
-    """A kind on which it counts less against its quota; the largest of those first."""
+    """Return the remedy to ask for a kind on which the task counts less against its quota. Kinds on which it
+    counts most are tried first."""
     task, quota = planner.task, quota_of(planner.survey)
     if quota is None or not is_short(quota):
         return None
@@ -101,8 +103,8 @@ def cheaper_kind(planner: RemedyPlanner) -> Remedy | None:
             counts[ledger.device.kind] = max(*needs, counts.get(ledger.device.kind, 0))
     for kind in sorted(counts, key=lambda kind: (-counts[kind], kind)):
         change, narrower = with_constraints(task.demand, {"kinds": [kind]}, kinds=(kind,))
-        if (found := planner.placed(change, narrower, f"on {kind} only")) is not None:
-            return found
+        if (remedy := planner.placed(change, narrower, f"on {kind} only")) is not None:
+            return remedy
     return None
 
 
@@ -114,24 +116,24 @@ def wider_constraints(planner: RemedyPlanner) -> Iterator[Remedy | None]:
     kinds = {name: to for name, to in ANY_DEVICE.items() if any(getattr(where, name) for where in wheres)}
     nodes: dict[str, Any] = {"nodes": {}} if any(where.nodes for where in wheres) else {}
     any_device = {"kinds": (), "min_power": 0, "min_device_mb": Mib(0)}
-    found: list[Remedy | None] = []
+    remedies: list[Remedy | None] = []
     if kinds:
         change, wider = with_constraints(demand, kinds, **any_device)
-        found.append(planner.placed(change, wider, f"on any GPU (without {', '.join(kinds)})"))
+        remedies.append(planner.placed(change, wider, f"on any GPU (without {', '.join(kinds)})"))
     if nodes:
         change, wider = with_constraints(demand, nodes, nodes=())
-        found.append(planner.placed(change, wider, "on any node"))
-    if kinds and nodes and not any(found):
+        remedies.append(planner.placed(change, wider, "on any node"))
+    if kinds and nodes and not any(remedies):
         change, wider = with_constraints(demand, {**kinds, **nodes}, **any_device, nodes=())
-        found.append(planner.placed(change, wider, "on any GPU of any node"))
-    yield from found
+        remedies.append(planner.placed(change, wider, "on any GPU of any node"))
+    yield from remedies
     if demand.pool:
         outside, change = without_pool(demand, planner.survey.policy)
         yield planner.placed({"pool": "", **change}, outside, f"without the pool {demand.pool}")
 
 
 def with_constraints(demand: Demand, change: dict[str, Any], **where: Any) -> tuple[dict[str, Any], Demand]:
-    """The demand with these constraints, in each rank of a gang, and the change that this is."""
+    """Return the change of fields, and the demand with these constraints. In a gang each rank gets them."""
     if not demand.bundles:
         return change, replace(demand, where=replace(demand.where, **where))
     bundles = tuple(replace(part, where=_of_rank(part, where)) for part in demand.bundles)
@@ -139,12 +141,14 @@ def with_constraints(demand: Demand, change: dict[str, Any], **where: Any) -> tu
 
 
 def _of_rank(part: Demand, where: dict[str, Any]) -> PlacementConstraints:
-    """A rank without a GPU has no kind to change."""
+    """Return the constraints of one rank of a gang. A rank without a GPU gets only the constraints on
+    nodes."""
     return replace(part.where, **(where if part.gpus else {k: v for k, v in where.items() if k == "nodes"}))
 
 
 def smaller_cpu_and_memory(planner: RemedyPlanner) -> Remedy | None:
-    """The CPU and the host memory that are left on a node whose devices have room."""
+    """Return the remedy to ask for the CPU and the host memory that are left on a node whose devices have
+    room."""
     task, demand = planner.task, planner.task.demand
     if not (demand.cpu or demand.memory_mb):
         return None
@@ -172,7 +176,7 @@ def smaller_cpu_and_memory(planner: RemedyPlanner) -> Remedy | None:
 
 
 STEPS = 64
-"""Number of steps of its size in which a smaller rank is tried."""
+"""The number of steps into which the size of a rank is divided when smaller ranks are tried."""
 
 NOT_STRICT = {"strict_pack": "pack", "strict_spread": "spread"}
 
@@ -188,7 +192,7 @@ def fewer_ranks(planner: RemedyPlanner) -> Remedy | None:
 
 
 def _needing(demand: Demand, ranks: int) -> Demand:
-    """Return the gang as it would be if it needed so many ranks."""
+    """Return the demand of the gang as it would be if the gang needed this many ranks."""
     custom: dict[str, float] = {}
     for name, amount in (pair for part in demand.bundles[:ranks] for pair in part.custom):
         custom[name] = custom.get(name, 0.0) + amount
@@ -196,7 +200,7 @@ def _needing(demand: Demand, ranks: int) -> Demand:
 
 
 def smaller_ranks(planner: RemedyPlanner) -> Remedy | None:
-    """A cap on the GPU memory of each rank."""
+    """Return the remedy to ask for at most a given amount of GPU memory in each rank."""
     demand = planner.task.demand
     asked = max(asked_mb(planner, part) for part in demand.bundles)
     steps = sorted({asked * step // STEPS for step in range(ceil(MIN_SHARE * STEPS), STEPS)}, reverse=True)
@@ -218,8 +222,8 @@ def _capped(planner: RemedyPlanner, most: int) -> Demand:
 
 
 def looser_strategy(planner: RemedyPlanner) -> Remedy | None:
-    """Return the remedy to ask for the task's strategy in its form that is not strict; None if it is not
-    strict already or if this does not help."""
+    """Return the remedy to ask for the form of the task's strategy that is not strict; None if the task does
+    not have a strict strategy, or if that does not help."""
     demand = planner.task.demand
     strategy = NOT_STRICT.get(demand.strategy)
     if strategy is None:

@@ -1,4 +1,4 @@
-"""Diagnosis of the blockers that keep a pending task from being placed; for a gang, rank by rank."""
+"""Diagnose the blockers that keep a pending task from being placed; for a gang, rank by rank."""
 
 from msgspec import Struct
 
@@ -22,10 +22,10 @@ from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.places import scores_of
 
 MAX_DISTINCT = 8
-"""Distinct ranks without room that are evaluated."""
+"""The most distinct demands of ranks without room that are evaluated."""
 
 _RankResult = tuple[Placement | None, Blocker | None]
-"""The place with room for a rank, or the blocker that leaves none."""
+"""(place with room for a rank, or None; the blocker that leaves no place, or None)"""
 
 NOT_EVALUATED: _RankResult = (
     None,
@@ -33,7 +33,7 @@ NOT_EVALUATED: _RankResult = (
 )
 
 STRICT = frozenset({"strict_pack", "strict_spread"})
-"""Strategies with which a rank has no place of its own, only one beside the others."""
+"""Strategies with which the place of a rank depends on the places of the other ranks."""
 
 
 class RankVerdict(Struct, frozen=True):
@@ -48,13 +48,13 @@ class RankVerdict(Struct, frozen=True):
 
 
 class Diagnosis(Struct, frozen=True):
-    """The facts from which `explain_pending` and `advise` answer."""
+    """The facts on which the answers of `explain_pending` and `advise` are based."""
 
     survey: Survey
-    """The survey for the task. For a gang it has no verdicts on devices."""
+    """The survey for the whole task. For a gang it has no verdicts on devices."""
     device_survey: Survey
-    """The survey for the task; for a gang, that for its first rank without room, beside the ranks before
-    it."""
+    """The survey with the verdicts on devices: that for the task or, for a gang, for its first rank without
+    room beside the ranks before it."""
     blockers: tuple[Blocker, ...]
     """Everything that keeps the task from a placement."""
     ranks: tuple[RankVerdict, ...] = ()
@@ -109,28 +109,30 @@ class _Gang:
         return Diagnosis(self._survey, part, (*limits, first), self._verdicts(places, draft, blocker))
 
     def _why(self, part: Survey) -> Blocker:
-        """Return the blocker for which a rank has no place beside those that have one."""
-        found = room_blockers(part, of_rank=True)
+        """Return the reason why a rank has no place beside the ranks that have one."""
+        blockers = room_blockers(part, of_rank=True)
         strategy = STRATEGY_TEXT[self._task.demand.strategy]
-        return found[0] if found else Blocker(Reason.FRAGMENTED, f"no place beside the others {strategy}")
+        return (
+            blockers[0] if blockers else Blocker(Reason.FRAGMENTED, f"no place beside the others {strategy}")
+        )
 
     def _verdicts(
         self, places: Gang, draft: Draft | None = None, first: Blocker | None = None
     ) -> tuple[RankVerdict, ...]:
-        """`draft`: a draft in which `places` are taken; `first`: the reason why the next rank has no
-        place."""
-        bundles, known = self._task.demand.bundles, dict[Demand, _RankResult]()
+        """Return the verdicts on all ranks. `draft` is a draft in which `places` are taken; `first` is the
+        reason why the next rank has no place."""
+        bundles, results = self._task.demand.bundles, dict[Demand, _RankResult]()
         if first is not None:
-            known[bundles[len(places)]] = None, first
+            results[bundles[len(places)]] = None, first
         verdicts = [RankVerdict(rank, place, None) for rank, place in enumerate(places)]
         for rank in range(len(places), len(bundles)):
             if draft is None or rank >= self._least:
                 verdicts.append(RankVerdict(rank, None, None))
                 continue
             demand = bundles[rank]
-            if demand not in known and len(known) < MAX_DISTINCT:
-                known[demand] = self._evaluate(rank, draft)
-            verdicts.append(RankVerdict(rank, *known.get(demand, NOT_EVALUATED)))
+            if demand not in results and len(results) < MAX_DISTINCT:
+                results[demand] = self._evaluate(rank, draft)
+            verdicts.append(RankVerdict(rank, *results.get(demand, NOT_EVALUATED)))
         return tuple(verdicts)
 
     def _evaluate(self, rank: int, draft: Draft) -> _RankResult:
@@ -146,11 +148,11 @@ class _Gang:
 
 
 def _most_places(survey: Survey, gang_nodes: list[GangNode]) -> Gang:
-    """Places for as many of the first ranks as fit together."""
-    found: Gang = ()
+    """Return places for as many of the first ranks as fit together."""
+    places: Gang = ()
     too_many = survey.task.demand.least_ranks
-    while too_many - len(found) > 1:
-        middle = (len(found) + too_many) // 2
+    while too_many - len(places) > 1:
+        middle = (len(places) + too_many) // 2
         more = place_ranks(survey.task, middle, gang_nodes)
-        found, too_many = (found, middle) if more is None else (more, too_many)
-    return found
+        places, too_many = (places, middle) if more is None else (more, too_many)
+    return places

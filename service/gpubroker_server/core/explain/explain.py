@@ -1,5 +1,5 @@
-"""Explanation of a task as of now: every blocker, every device, and its place in the queue. It changes
-nothing."""
+"""Explain a task as of now: every blocker, every device, and the task's place in the queue. Nothing is
+changed."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, assert_never
@@ -54,7 +54,7 @@ from gpubroker_server.core.world.queue import order_key
 from gpubroker_server.core.world.world import World
 
 MAX_NAMED = 3
-"""Tasks named in a message; the others are counted."""
+"""The most tasks that a message names. Further tasks are counted."""
 
 
 class DeviceVerdict(NamedTuple):
@@ -63,9 +63,9 @@ class DeviceVerdict(NamedTuple):
 
     @property
     def holders(self) -> list[Holding]:
-        """The largest first."""
-        held = self.finding.ledger.holdings.values()
-        return sorted(held, key=lambda holding: (-holding.occupied_mb, holding.lease.holder))
+        """The holdings of the device, the largest first."""
+        holdings = self.finding.ledger.holdings.values()
+        return sorted(holdings, key=lambda holding: (-holding.occupied_mb, holding.lease.holder))
 
 
 class Explanation(Struct, frozen=True):
@@ -74,11 +74,12 @@ class Explanation(Struct, frozen=True):
     message: str
     """The message of the most structural blocker, or what the task is doing."""
     queue_length: int
-    """All pending tasks, held and delayed ones included."""
+    """The number of all pending tasks, including held and delayed ones."""
     reason: Reason | None = None
-    """The most structural blocker's; None unless the task is pending."""
+    """The reason of the most structural blocker; None unless the task is pending."""
     position: int | None = None
-    """1 is next; None for a task that is not in the queue: not pending, held, or not due."""
+    """The place in the queue, where 1 is next; None for a task that is not in the queue, because it is not
+    pending, is held, or is not due."""
     inherits: Inherited | None = None
     """The task whose priority this one has in the queue; None if it has its own."""
     blockers: tuple[Blocker, ...] = ()
@@ -95,7 +96,8 @@ class Explanation(Struct, frozen=True):
 def explain(
     world: World, task_id: TaskId, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
 ) -> Explanation:
-    """Return what a task waits for, or what it is doing. Raises KeyError if the World does not have it."""
+    """Return what a task waits for, or what it is doing. Raises KeyError if the World does not have the
+    task."""
     task = world.tasks[task_id]
     if task.state is not TaskState.PENDING:
         doing = _statement(world, task, policy, now)
@@ -103,12 +105,12 @@ def explain(
     return explain_pending(diagnose(survey_nodes(Draft(world), task, policy, now, forecasts)))
 
 
-def explain_pending(found: Diagnosis) -> Explanation:
-    """Return what a task waits for that is pending, or that has not been submitted."""
-    survey, device_survey = found.survey, found.device_survey
+def explain_pending(diagnosis: Diagnosis) -> Explanation:
+    """Return what a task waits for. The task is pending, or has not been submitted yet."""
+    survey, device_survey = diagnosis.survey, diagnosis.device_survey
     task, world = survey.task, survey.draft.world
     position = position_of(world, task, survey.policy, survey.now)
-    room = list(found.blockers)
+    room = list(diagnosis.blockers)
     if not room and survey.forecasts and not isinstance(task.holder, Inference):
         room = reservation_blockers(survey)
     blockers = tuple(_blockers(survey, room, position))
@@ -125,7 +127,7 @@ def explain_pending(found: Diagnosis) -> Explanation:
         world.awaited.inheritance.of(task),
         blockers,
         tuple(DeviceVerdict(finding, _why(finding, part)) for finding in devices),
-        found.ranks,
+        diagnosis.ranks,
         quota_of(survey),
     )
 
@@ -133,8 +135,9 @@ def explain_pending(found: Diagnosis) -> Explanation:
 def position_of(
     world: World, task: Task, policy: Policy, now: Instant, shares: FairShares | None = None
 ) -> int | None:
-    """A task's place in the queue, from 1, at today's shares; the place that an unsubmitted task would have.
-    Costs one step per equivalence class, and one per device unless `shares` are given."""
+    """Return the task's place in the queue, from 1, at the present shares of the tenants; for a task that is
+    not submitted, the place that it would have. The cost is one step per equivalence class, and one per
+    device unless `shares` are given."""
     is_new = task.id not in world.tasks
     if task.id not in world.queue and (not is_new or is_deferred(task, world)):
         return None
@@ -145,7 +148,7 @@ def position_of(
 
 
 def is_deferred(task: Task, world: World) -> bool:
-    """Return True if the planner does not look at the task, because it is held, paused, not due yet, or waits
+    """Return True if the planner leaves the task out, because the task is held, paused, not due yet, or waits
     for other tasks."""
     is_paused = world.queue.pause_of(task) is not None
     return task.held or task.awaits or task.not_before is not None or is_paused
@@ -202,17 +205,18 @@ def _not_yet(task: Task, seconds: float) -> Blocker:
 
 
 def _awaited(world: World, task: Task) -> str:
-    """Dependencies belong to the same tenant, so they may be named."""
+    """Return a text about the tasks that this one runs after. They have the same tenant, so they may be
+    named."""
     awaited = (
         {dependency.task for dependency in task.after}
         if task.id not in world.tasks
         else world.awaited.remaining.get(task.id)
     )
-    left = sorted(awaited or ())
-    names = [f"{name} ({_state_of(world, name)})" for name in left[:MAX_NAMED]]
-    more = f" and {len(left) - MAX_NAMED} more" if len(left) > MAX_NAMED else ""
+    remaining = sorted(awaited or ())
+    names = [f"{name} ({_state_of(world, name)})" for name in remaining[:MAX_NAMED]]
+    more = f" and {len(remaining) - MAX_NAMED} more" if len(remaining) > MAX_NAMED else ""
     ended = "the tasks that it waited for have ended; it joins the queue now"
-    return f"runs after {', '.join(names)}{more}" if left else ended
+    return f"runs after {', '.join(names)}{more}" if remaining else ended
 
 
 def _state_of(world: World, name: TaskId) -> str:
@@ -252,12 +256,12 @@ def _being_started(world: World, task: Task, now: Instant) -> str:
 
 
 def _slowly(world: World, task: Task, now: Instant) -> str:
-    """Return what is said of a start that takes long."""
+    """Return a text about a start that takes long; empty if it does not."""
     since = task.ordered_at or task.admitted_at
     if since is None or task.node is None or now - since < SLOW_START_SECONDS:
         return ""
-    seen = world.node_samples.get(task.node)
-    busy = f", whose CPUs are {seen.cpu:.0%} busy" if seen is not None and seen.cpu >= BUSY_CPU else ""
+    sample = world.node_samples.get(task.node)
+    busy = f", whose CPUs are {sample.cpu:.0%} busy" if sample is not None and sample.cpu >= BUSY_CPU else ""
     return f"; starts are slow on {task.node}{busy}: it has taken {in_time(now - since)} so far"
 
 
@@ -279,17 +283,17 @@ def _ranks(members: tuple[Member, ...], *, has_started: bool) -> str:
     if not has_started:
         ready = sum(member.state is MemberState.READY for member in members)
         return f"{ready} of its {len(members)} ranks ready"
-    left = sum(not member.takes_part for member in members)
+    left_early = sum(not member.takes_part for member in members)
     joining = sum(member.is_joining for member in members)
-    stopped_early = f", {left} more stopped early" if left else ""
+    stopped_early = f", {left_early} more stopped early" if left_early else ""
     more = f", {joining} more joining" if joining else ""
-    ranks = len(members) - left - joining
+    ranks = len(members) - left_early - joining
     return f"{ranks} {'rank' if ranks == 1 else 'ranks'}{more}{stopped_early}"
 
 
 def _missing_ranks(world: World, task: Task, policy: Policy, now: Instant) -> str:
-    """Return the reason for which a running elastic gang has fewer ranks than it may have; empty while ranks
-    are joining or done."""
+    """Return a text about why a running elastic gang has fewer ranks than it may have; empty while ranks are
+    joining, or once one is done."""
     members = members_of(task)
     count, failed = len(task.demand.bundles), failed_joins(members)
     missing = count - sum(not member.has_ended for member in members)
@@ -318,11 +322,11 @@ def _why_none_joins(world: World, gang: Task, bundle: int, policy: Policy, now: 
 
 
 def _overuse(world: World, task: Task) -> str:
-    over = [lease for lease in world.leases_of(task) if lease.overused_mb]
+    overused = [lease for lease in world.leases_of(task) if lease.overused_mb]
     return "".join(
         f"; it used {in_gib(lease.overused_mb, lease.mb)} of {world.ledgers[lease.device].device.label}, "
         f"of which it leased {in_gib(lease.mb, lease.overused_mb)}"
-        for lease in over
+        for lease in overused
     )
 
 

@@ -1,5 +1,5 @@
-"""Checks whether a set of components fits a fleet: the place of each, what is missing, and the runs it
-displaces."""
+"""Check whether a set of components fits a fleet: find the place of each component, the resources that are
+missing, and the runs that the components displace."""
 
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
@@ -30,7 +30,8 @@ from gpubroker_server.core.planning.preemption.eviction import Eviction
 from gpubroker_server.core.world.world import World
 
 WHOLE_MB = 2**24
-"""The size of a whole device in the order of placement: at least that of the largest."""
+"""The size in MiB that a whole device counts in the order of placement. It is at least that of the largest
+device."""
 
 
 class Component(Struct, frozen=True):
@@ -41,7 +42,7 @@ class Component(Struct, frozen=True):
     demand: Demand
     priority: int
     apart: tuple[Demand, ...] = ()
-    """The demands of the component's roles, if they share one process; without colocation each runs by
+    """The demands of the component's roles if they share one process. Without colocation each role runs by
     itself."""
 
 
@@ -50,10 +51,10 @@ class Placed(Struct, frozen=True):
     number: int
     """The number of the task among those of its component, from 0."""
     places: Gang
-    """One; for a gang one per rank."""
+    """The places of the task: one, or for a gang one per rank."""
     is_gang: bool
     displaced: int
-    """Runs that would have to stop first, or give up ranks."""
+    """The number of runs that would have to stop, or to give up ranks, before the task starts."""
 
 
 class Unplaced(Struct, frozen=True):
@@ -61,13 +62,13 @@ class Unplaced(Struct, frozen=True):
     count: int
     reason: Reason
     message: str
-    """The reason for which the first of them has no place."""
+    """The reason why the first of these tasks has no place."""
 
 
 class Displaced(Struct, frozen=True):
     run: Task
     ranks: tuple[int, ...] | None
-    """The ranks that leave a gang that goes on; None: the whole run."""
+    """The ranks that leave a gang that goes on; None if the whole run leaves."""
 
 
 class FleetPlan(Struct, frozen=True):
@@ -85,7 +86,8 @@ class FleetPlan(Struct, frozen=True):
 
     @property
     def message(self) -> str:
-        """Say what has no place and what is missing, or what would have to leave."""
+        """A text about the tasks without a place and the missing resources, or about the runs that would have
+        to leave."""
         if not self.fits:
             without = ", ".join(
                 f"{shortage.count} of {shortage.component.name}" for shortage in self.unplaced
@@ -105,7 +107,7 @@ class FleetPlan(Struct, frozen=True):
 
 
 def _missing_in_words(missing: Missing) -> str:
-    """Return an empty text if enough is left in total."""
+    """Return a text about the missing resources; empty if enough is left in total."""
     parts = []
     for lacking in missing.gpus:
         kind = f" {' or '.join(lacking.kinds)}" if lacking.kinds else ""
@@ -131,10 +133,10 @@ def plan_fleet(
     now: Instant,
     forecasts: Sequence[Forecast] = (),
 ) -> FleetPlanSteps:
-    """Place all components beside what runs, the hardest to place first. Changes nothing. A component that a
-    submit would refuse is not placed; one without room displaces runs of lower priority, as a task would.
-    Stopping runs count as gone; of the queue only tasks with `forecasts` count. Yields after each task; the
-    World must not change meanwhile."""
+    """Place all components beside the present runs, in the order of `_placement_order`, without changing the
+    World. A component that a submission would refuse is not placed. A component without room displaces runs
+    of lower priority, as a task would. Stopping runs count as gone; of the queue, only tasks with `forecasts`
+    count. The generator yields after each task; the World must not change before it returns."""
     draft = Draft(world)
     _receive_all(draft)
     what_if = WhatIf(draft, policy, now, forecasts)
@@ -176,7 +178,8 @@ def plan_fleet(
 
 
 def _receive_all(draft: Draft) -> None:
-    """Change the draft as if all stopping runs had left; what they free for others stays pledged."""
+    """Change the draft as if all stopping runs had left. Memory that they free for other tasks stays
+    pledged."""
     world = draft.world
     for name in sorted(world.active):
         run = world.tasks[name]
@@ -191,7 +194,8 @@ def _receive_all(draft: Draft) -> None:
 def _put(
     draft: Draft, what_if: WhatIf, task: Task, now: Instant
 ) -> tuple[Gang | None, tuple[Displaced, ...]]:
-    """Place the task as the planner would, once its victims have left."""
+    """Place the task as the planner would place it once its victims have left. Return its places, or None,
+    and the runs that it displaces."""
     way = what_if.way(task)
     places, displacements = way.places if isinstance(way, Start) else None, tuple[Displaced, ...]()
     if isinstance(way, Evict):
@@ -213,14 +217,15 @@ def _make_room(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> tu
 
 
 def _why(survey: Survey) -> Blocker:
-    """The most structural reason why there is no place."""
+    """Return the most structural reason why there is no place."""
     blockers = diagnose(survey).blockers or tuple(reservation_blockers(survey))
     gave_up = Blocker(Reason.FRAGMENTED, "the search reached its limit before it found a place")
     return blockers[0] if blockers else gave_up
 
 
 def _joined(displacement: Displaced, before: Displaced | None) -> Displaced:
-    """A gang may give up more ranks for the next task, or stop."""
+    """Return a displacement of a run combined with the earlier one, if any. A gang that has given up ranks
+    may give up more ranks for the next task, or stop."""
     if before is None:
         return displacement
     ranks = (
@@ -251,13 +256,14 @@ def _mb_of(demand: Demand) -> float:
 
 class FreeCapacity(Struct, frozen=True):
     devices: tuple[tuple[DeviceKey, Mib], ...]
-    """(device, MiB left) of the devices with anything left."""
+    """(device, MiB left) of each device on which some memory is left."""
     cpu: float
     memory_mb: int
 
 
 def totals_of(wanted: Iterable[tuple[Demand, int]], world: World) -> Totals:
-    """Return the totals of `count` tasks of each demand; gangs count with all ranks."""
+    """Return the totals of all demands. `wanted` has pairs of a demand and the number of tasks with it; gangs
+    count with all ranks."""
     devices = [ledger.device for ledger in world.ledgers.values()]
     gpus = whole = gpu_mb = memory_mb = 0
     cpu = 0.0
@@ -271,14 +277,15 @@ def totals_of(wanted: Iterable[tuple[Demand, int]], world: World) -> Totals:
 
 
 def _shared_mb(part: Demand, devices: Sequence[Device]) -> int:
-    """A fraction is one of the largest device that it may use; 0 if it may use none."""
+    """Return the MiB of each shared device that the demand takes. A fraction counts as a fraction of the
+    largest device that the demand may use; 0 if it may use none."""
     if not part.gpus or part.takes_whole_devices:
         return 0
     return part.gpu_mb or max((need_mb(part, device) or 0 for device in devices), default=0)
 
 
 def free_capacity(draft: Draft) -> FreeCapacity:
-    """Return what is neither leased nor pledged on usable nodes."""
+    """Return the capacity of usable nodes that is neither leased nor pledged."""
     devices: list[tuple[DeviceKey, Mib]] = []
     cpu, memory_mb = 0.0, 0
     for node in sorted(draft.usable_nodes()):
@@ -292,11 +299,14 @@ def free_capacity(draft: Draft) -> FreeCapacity:
 
 
 def shortage_of(unplaced: Iterable[tuple[Demand, int]], left: FreeCapacity, world: World) -> Missing:
-    """Return the least that would have to be added, however it is spread over nodes."""
+    """Return the least capacity that would have to be added for the demands in `unplaced`, however it is
+    spread over nodes."""
     wanted = _parts(unplaced)
-    known = [ledger.device for ledger in world.ledgers.values()]
+    devices_known = [ledger.device for ledger in world.ledgers.values()]
     usable = {
-        part: [device for device in known if may_use_device(part, device)] for part in wanted if part.gpus
+        part: [device for device in devices_known if may_use_device(part, device)]
+        for part in wanted
+        if part.gpus
     }
     free = dict(left.devices)
     gpus: dict[tuple[str, ...], tuple[int, int]] = {}
@@ -317,7 +327,7 @@ def shortage_of(unplaced: Iterable[tuple[Demand, int]], left: FreeCapacity, worl
 def _taken_from(
     free: dict[DeviceKey, Mib], part: Demand, count: int, devices: list[Device]
 ) -> tuple[int, int]:
-    """Take `count` devices, or their MiB, out of what is free; (devices, MiB) that are missing."""
+    """Take `count` devices, or their MiB, out of `free`. Return (devices, MiB) that are missing."""
     if part.takes_whole_devices:
         whole = [
             device.key for device in devices if free.get(device.key, 0) >= max(1, device.allocatable_mb)
@@ -345,7 +355,7 @@ def _parts(wanted: Iterable[tuple[Demand, int]]) -> Counter[Demand]:
 
 
 MAX_RUNS = 10_000
-"""Run slots of a node that is only planned, which are no real limit."""
+"""The run slots of a node that is only planned: more than any plan uses."""
 
 
 class Machine(Struct, frozen=True):
@@ -353,17 +363,17 @@ class Machine(Struct, frozen=True):
 
     node: Node
     gpus: tuple[tuple[str, Mib], ...] = ()
-    """(kind, MiB that may be leased) of each."""
+    """(kind, MiB that may be leased) of each GPU."""
 
 
 def fleet_of(machines: Iterable[Machine], kinds: Iterable[GpuKind], now: Instant) -> World:
-    """Return a World of these machines, empty and just measured."""
-    world, known = World(), tuple(kinds)
+    """Return a World with these machines, on which nothing runs and whose devices were just measured."""
+    world, all_kinds = World(), tuple(kinds)
     for machine in machines:
         node = machine.node.name
         world.add_node(machine.node)
         for index, (reported, mb) in enumerate(machine.gpus):
-            key, kind = device_key("plan", node, f"gpu{index}"), kind_of(reported, known)
+            key, kind = device_key("plan", node, f"gpu{index}"), kind_of(reported, all_kinds)
             power, context_mb = (kind.power, Mib(kind.context_mb)) if kind else (0, Mib(0))
             device = Device(key, node, f"gpu{index}", reported, index, mb, power=power, context_mb=context_mb)
             world.add_device(device)

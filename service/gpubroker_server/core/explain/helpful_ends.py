@@ -1,4 +1,4 @@
-"""The first run tenant end gives a task room, unless a task ahead of it would take that room."""
+"""Find the first run whose end gives a task room that no task ahead of it would take."""
 
 from collections.abc import Iterator
 from heapq import nsmallest
@@ -22,13 +22,13 @@ from gpubroker_server.core.planning.tenants.fair_share import FairShares
 from gpubroker_server.core.world.queue import EquivalenceClass, OrderKey, order_key
 
 MAX_RUNS = 64
-"""Runs that are tried, those that end first."""
+"""The most runs that are tried. The runs that end first are tried first."""
 
 MAX_RUNS_OF_A_GANG = 8
-"""Runs that are tried for a gang, for which each run takes a search over all nodes."""
+"""The most runs that are tried for a gang. Each of them takes a search over all nodes."""
 
 MAX_CONTESTED = 4
-"""Helpful runs that are checked for tasks ahead that would take their room."""
+"""The most runs whose room is checked against the tasks ahead that might take it."""
 
 
 class End(Struct, frozen=True):
@@ -39,14 +39,15 @@ class End(Struct, frozen=True):
 
 
 def first_end(survey: Survey, expected_ends: ExpectedEnds) -> End | None:
-    """The first run to end whose end alone gives the task room that no task ahead would take."""
+    """Return the first run to end whose end alone gives the task room that no task ahead would take; None if
+    there is none."""
     task, ahead, contested = survey.task, _TasksAhead(survey), 0
     anywhere = _is_limited(survey) or bool(task.demand.bundles)
     runs = _runs(survey, anywhere=anywhere)
-    known = ((expected_ends.of(run).within(survey.now), run) for run in runs if run.is_active)
+    ends = ((expected_ends.of(run).within(survey.now), run) for run in runs if run.is_active)
     earliest = nsmallest(
         MAX_RUNS_OF_A_GANG if task.demand.bundles else MAX_RUNS,
-        ((end, run) for end, run in known if end is not None),
+        ((end, run) for end, run in ends if end is not None),
         key=lambda pair: (pair[0].p50_seconds, pair[1].id),
     )
     for end, run in earliest:
@@ -65,7 +66,8 @@ def first_end(survey: Survey, expected_ends: ExpectedEnds) -> End | None:
 
 
 def _is_limited(survey: Survey) -> bool:
-    """Return True if the task waits for a quota or a shared limit, which a run on any node may give back."""
+    """Return True if the task waits for a quota or a shared limit, of which a run on any node may give back a
+    part."""
     quota = quota_of(survey)
     needs_quota = quota is not None and is_short(quota)
     return needs_quota or bool(survey.draft.short_of(survey.task, survey.policy.custom_limits))
@@ -82,26 +84,26 @@ def _runs(survey: Survey, *, anywhere: bool) -> Iterator[Task]:
 
 
 def _large_enough_runs(survey: Survey, finding: NodeFinding) -> Iterator[Task]:
-    """Runs on a node, each of which holds enough to give the task its missing devices."""
+    """Yield the runs on a node that hold enough memory to give the task its missing devices."""
     draft, node = survey.draft, finding.node.name
     gpus = survey.task.demand.gpus - finding.count(Verdict.FITS)
     if gpus <= 0:
         yield from draft.runs_on(node)
         return
-    given: dict[str, int] = {}
+    devices_by_holder: dict[str, int] = {}
     for device in finding.devices:
         missing_mb = (device.need_mb or 0) - device.free_mb
         is_full = device.verdict is Verdict.NO_ROOM or device.verdict is Verdict.KEPT_FOR_OTHERS
         if is_full and device.ledger.held_mb() >= missing_mb:
-            held: dict[str, int] = {}
+            held_mb: dict[str, int] = {}
             for holding in device.ledger.holdings.values():
                 holder = holding.lease.holder
-                held[holder] = held.get(holder, 0) + holding.occupied_mb
-            for holder, mb in held.items():
+                held_mb[holder] = held_mb.get(holder, 0) + holding.occupied_mb
+            for holder, mb in held_mb.items():
                 if mb >= missing_mb:
-                    given[holder] = given.get(holder, 0) + 1
-    enough = {TaskId(holder) for holder, devices in given.items() if devices >= gpus}
-    yield from map(draft.task, sorted(enough & draft.world.runs.get(node, set())))
+                    devices_by_holder[holder] = devices_by_holder.get(holder, 0) + 1
+    large_enough = {TaskId(holder) for holder, devices in devices_by_holder.items() if devices >= gpus}
+    yield from map(draft.task, sorted(large_enough & draft.world.runs.get(node, set())))
 
 
 class _TasksAhead:
@@ -113,8 +115,8 @@ class _TasksAhead:
         self._shares: FairShares
 
     def would_take(self, what_if: WhatIf, run: Task) -> bool:
-        """Return True if a task ahead might take what this run gives back, also if they share a limit or a
-        quota. `what_if` asks about a draft without the run."""
+        """Return True if a task ahead might take what this run gives back: memory, or a part of a limit or a
+        quota that both share. `what_if` asks about a draft without the run."""
         return any(
             other.demand.bundles
             or share_a_limit(run, other, self._survey.policy)
@@ -134,14 +136,14 @@ class _TasksAhead:
                 for equivalence in world.queue.classes.values()
                 if not equivalence.demand.answered_by
             )
-            found = [task for equivalence in to_place for task in self._of(equivalence, key)]
-            found += [world.tasks[name] for name in world.pledges if name in world.queue]
-            self._ahead = [other for other in found if other.id != task.id]
+            most_urgent = [task for equivalence in to_place for task in self._of(equivalence, key)]
+            most_urgent += [world.tasks[name] for name in world.pledges if name in world.queue]
+            self._ahead = [other for other in most_urgent if other.id != task.id]
         return self._ahead
 
     def _of(self, equivalence: EquivalenceClass, key: OrderKey) -> Iterator[Task]:
-        """The first task ahead with this demand; with quotas, of each tenant."""
-        found = set[str]()
+        """Yield the first task ahead with this demand; if there are quotas, the first of each tenant."""
+        tenants_seen = set[str]()
         world, now, policy = self._survey.draft.world, self._survey.now, self._survey.policy
         groups = [
             group
@@ -155,9 +157,9 @@ class _TasksAhead:
             # The end of a run may change the order between tenants.
             is_other = group.tenant != self._survey.task.tenant
             tenant = group.tenant if policy.has_quotas else ""
-            if tenant not in found and (
+            if tenant not in tenants_seen and (
                 (is_other and own_order[0] <= key[0])
                 or order_key(own_order, self._shares.rank(group.tenant)) < key
             ):
-                found.add(tenant)
+                tenants_seen.add(tenant)
                 yield replace(world.tasks[first[1]], id=TaskId(""))

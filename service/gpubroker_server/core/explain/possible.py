@@ -1,4 +1,4 @@
-"""Refusals of tasks that could never run on the World's nodes, gangs included: those need the planner."""
+"""Refuse tasks that could never run on the World's nodes. Gangs need the planner for this check."""
 
 from collections.abc import Iterable, Sequence
 

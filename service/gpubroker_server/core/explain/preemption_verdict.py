@@ -1,4 +1,4 @@
-"""Explanation of preemption for a waiting task: the runs in its way, and the protection of each."""
+"""Explain preemption for a waiting task: the runs in its way, and the protection of each run."""
 
 from collections import Counter
 from collections.abc import Sequence, Set
@@ -25,7 +25,7 @@ from gpubroker_server.core.planning.tenants.guarantees import BorrowerRule, Guar
 from gpubroker_server.core.planning.tenants.quota import Quotas
 
 MAX_LISTED = 20
-"""Runs listed one by one; all are counted."""
+"""The most runs that are listed one by one. All runs are counted."""
 
 
 class PreemptionStatus(StrEnum):
@@ -55,8 +55,9 @@ class PreemptionStatus(StrEnum):
 
 
 class Protection(StrEnum):
-    """The protection of one run from one task; the first that applies. It is published. The order is that of
-    lists: runs that are easiest to preempt come first."""
+    """The protection of one run from one task. If several apply, it is the one that `_protection` checks
+    first. The names are published. Lists of runs have the order of the members, so that the runs that are
+    easiest to preempt come first."""
 
     NONE = "none"
     WOULD_NOT_HELP = "would_not_help"
@@ -64,14 +65,15 @@ class Protection(StrEnum):
     YOUNG = "young"
     """The run has run for less than `policy.min_run_seconds`."""
     BUDGET = "budget"
-    """The run's preemption budget is spent, and it has neither saved its work nor run long since."""
+    """The run's preemption budget is spent, and since then the run has neither saved its work nor run for
+    long."""
     TURN = "turn"
-    """The run started from ahead of such a task in its band, and has neither saved its work nor run long
-    since."""
+    """The run was ahead of a task of its band when it started, and since then has neither saved its work nor
+    run for long."""
     GUARANTEED = "guaranteed"
     """The run's tenant is within its guarantee, and the task's tenant would borrow."""
     PRIORITY = "priority"
-    """The run's priority is not lower."""
+    """The run's priority is not lower than the task's."""
     LEAVING = "leaving"
 
 
@@ -81,12 +83,13 @@ _ORDER = {protection: place for place, protection in enumerate(Protection)}
 class RunProtection(Struct, frozen=True):
     run: Task
     mb: Mib
-    """GPU memory, in all."""
+    """The GPU memory that the run leases on all devices, in MiB."""
     shield: Protection
 
 
 class PreemptionVerdict(PreemptionCounts, frozen=True):
-    """`why` is a PreemptionStatus; `counts` has each Protection that a run has."""
+    """The verdict on preemption. `why` is a PreemptionStatus; `counts` maps each Protection to the number of
+    runs that have it."""
 
     runs: tuple[RunProtection, ...]
     """At most MAX_LISTED runs, sorted by protection; runs of the same protection by priority, the lowest
@@ -94,8 +97,8 @@ class PreemptionVerdict(PreemptionCounts, frozen=True):
 
 
 def explain_preemption(survey: Survey, way: Way, ahead: Sequence[Reservation] = ()) -> PreemptionVerdict:
-    """Explain it for a task for which the planner would decide `way` now. `ahead`: the reservations that keep
-    it from preempting, if that is why it waits."""
+    """Explain preemption for a task for which the planner would decide `way` now. `ahead` has the
+    reservations that keep the task from preempting, if the task waits for that reason."""
     runs = _protections(survey, way)
     counts = Counter(protection for _, protection in runs)
     listed = nsmallest(
@@ -108,13 +111,15 @@ def explain_preemption(survey: Survey, way: Way, ahead: Sequence[Reservation] = 
         _message(survey, status, counts, ahead),
         dict(sorted(counts.items())),
         tuple(
-            RunProtection(run, Mib(sum(lease.mb for lease in leases_of(run))), found) for run, found in listed
+            RunProtection(run, Mib(sum(lease.mb for lease in leases_of(run))), shield)
+            for run, shield in listed
         ),
     )
 
 
 def _protections(survey: Survey, way: Way) -> list[tuple[Task, Protection]]:
-    """The runs on the nodes that the task could use; a gang once for each of its nodes."""
+    """Return (run, protection) of the runs on the nodes that the task could use. A gang is listed once for
+    each of its nodes."""
     draft = survey.draft
     victims = (
         frozenset(victim.id for victim in way.eviction.victims) if isinstance(way, Evict) else frozenset()

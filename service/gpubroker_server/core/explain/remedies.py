@@ -1,4 +1,4 @@
-"""Remedies for a waiting task. Each is found by planning the task again with one change."""
+"""Find remedies for a waiting task, by planning the task again with one change at a time."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -31,23 +31,26 @@ from gpubroker_server.core.planning.forecasts.future_capacity import ExpectedEnd
 from gpubroker_server.core.planning.nodes.draft import Draft
 
 MIN_SECONDS = 1.0
-"""A shorter run time is no remedy."""
+"""The run time below which a shorter run time is not offered as a remedy."""
 
 MAX_NODES = 12
-"""Nodes on which victims of a higher priority are searched."""
+"""The most nodes on which victims are looked for when a higher priority is tried."""
 
 
 def remedies(
     survey: Survey, now: Way, expected_ends: ExpectedEnds, what_if: WhatIf, highest_priority: int = 100
 ) -> tuple[Remedy, ...]:
-    """Remedies for a task without room, the smallest change first: a few plans for this one task. `now`: what
-    the planner would decide today; `highest_priority`: the highest that the caller may set."""
+    """Return remedies for a task without room, the smallest change first. The cost is a few plans of this one
+    task. `now` is the planner's present decision; `highest_priority` is the highest that the caller may
+    set."""
     planner = RemedyPlanner(survey, what_if)
     is_deferred = planner.is_deferred
     if not isinstance(now, Wait):
-        highest_priority = 0  # it starts without a higher priority
-    found = iter([_release(planner)]) if is_deferred else _others(planner, expected_ends, highest_priority)
-    return tuple(remedy for remedy in found if remedy is not None)
+        highest_priority = 0  # the task starts without a higher priority
+    candidates = (
+        iter([_release(planner)]) if is_deferred else _others(planner, expected_ends, highest_priority)
+    )
+    return tuple(remedy for remedy in candidates if remedy is not None)
 
 
 def _others(
@@ -85,7 +88,8 @@ def _release(planner: RemedyPlanner) -> Remedy | None:
 
 
 def _shorter_run_time(planner: RemedyPlanner) -> Remedy | None:
-    """A run time that ends before the first task that it would delay starts."""
+    """Return the remedy to state a run time that ends before the start of the first task that it would
+    delay."""
     survey, task = planner.survey, planner.task
     ahead = planner.what_if.reserved_from(task) if survey.forecasts else ()
     seconds = Seconds(
@@ -105,18 +109,18 @@ def _after_an_end(planner: RemedyPlanner, expected_ends: ExpectedEnds) -> Remedy
     task = planner.task
     if planner.draft.pledges_of(task.id):
         return None
-    found = first_end(planner.survey, expected_ends)
-    if found is None:
+    first = first_end(planner.survey, expected_ends)
+    if first is None:
         return None
-    end = found.within
+    end = first.within
     due = f"expected within {in_time(end.p50_seconds)}" if end.p50_seconds else "any moment"
-    run = task_label(found.run.id, found.run.tenant, task)
-    message = f"when {run} ends ({due}), it starts on {places_text(planner.draft, found.places)}"
-    return Remedy({}, task, message, Start(found.places), found.run, end)
+    run = task_label(first.run.id, first.run.tenant, task)
+    message = f"when {run} ends ({due}), it starts on {places_text(planner.draft, first.places)}"
+    return Remedy({}, task, message, Start(first.places), first.run, end)
 
 
 def _after_unpinning(planner: RemedyPlanner) -> Remedy | None:
-    """The first pinned model without which the task has room."""
+    """Return the remedy to unpin the first pinned model without which the task has room."""
     survey, task = planner.survey, planner.task
     for model in pinned_in_the_way(survey.draft.world, task.demand):
         without = Draft(survey.draft.world)
@@ -132,7 +136,7 @@ def _after_unpinning(planner: RemedyPlanner) -> Remedy | None:
 
 
 def _more_priority(planner: RemedyPlanner, highest: int) -> Remedy | None:
-    """The lowest priority that helps."""
+    """Return the remedy to raise the priority to the lowest one that helps."""
     task, what_if = planner.task, planner.what_if
 
     def helps(priority: int) -> bool:
@@ -162,7 +166,7 @@ def _more_priority(planner: RemedyPlanner, highest: int) -> Remedy | None:
 
 
 def _steps(planner: RemedyPlanner) -> list[int]:
-    """The priorities at which the answer may change."""
+    """Return the priorities at which the planner's decision may change, in ascending order."""
     steps = planner.what_if.steps(planner.nodes)
     for pledges in planner.draft.world.pledges.values():
         steps |= {pledge.priority + 1 for pledge in pledges.values()}

@@ -1,4 +1,4 @@
-"""Plans a task again with one change, to see whether it would start."""
+"""Plan a task again with one change, to see whether the task would start."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -22,30 +22,30 @@ from gpubroker_server.core.planning.gangs.gang_search import Gang
 from gpubroker_server.core.planning.nodes.draft import Draft
 
 MIN_SHARE = 0.1
-"""A smaller part of the demand is no remedy."""
+"""The share of the demand below which a smaller demand is not offered as a remedy."""
 
 Change = Mapping[str, Any]
-"""Fields as the API names them, and their new values; under `bundles`, of every rank."""
+"""Field, as the API names it -> new value. Fields under `bundles` change in every rank."""
 
 
 class Remedy(Struct, frozen=True):
     """One change with which the task starts, unless another task takes the room first."""
 
     change: Change
-    """The change; empty if it is enough to wait."""
+    """The fields to change; empty if it is enough to wait."""
     task: Task
     """The task with that change."""
     message: str
     way: Start | Evict
     """The planner's decision with the change."""
     after: Task | None = None
-    """The run after whose end the task starts."""
+    """The run, or pinned model, whose end lets the task start; None if the task need not wait for one."""
     within: Remaining | None = None
-    """The time until that end; None if the task starts at once, or if the time is unknown."""
+    """The time until the end of `after`; None if there is no such run, or if the time is unknown."""
 
     @property
     def places(self) -> Gang | None:
-        """The places at which the task then starts; None if runs must stop first."""
+        """The places at which the task starts with the change; None if runs must stop first."""
         return self.way.places
 
     @property
@@ -73,7 +73,7 @@ class RemedyPlanner:
         return self.what_if.places(replace(self.task, demand=pooled)) is not None
 
     def placed(self, change: Change, demand: Demand, text: str) -> Remedy | None:
-        """A remedy if this demand may be submitted and has room now."""
+        """Return the remedy if this demand may be submitted and has room now; otherwise None."""
         pooled = reapply_pool(demand, self.survey.policy, self._share_of)
         if isinstance(pooled, Refusal):
             return None
@@ -89,7 +89,8 @@ class RemedyPlanner:
         return check_demand(demand, devices, world.nodes.values(), self.survey.policy) is not None
 
     def remedy(self, change: Change, task: Task, way: Way, text: str) -> Remedy | None:
-        """`way`: the planner's decision with this change."""
+        """Return the remedy for a change; None if the task would still wait. `way` is the planner's decision
+        with the change."""
         if isinstance(way, Wait):
             return None
         if isinstance(way, Start):
@@ -105,6 +106,7 @@ class RemedyPlanner:
 
 
 def first_step(steps: Sequence[int], helps: Callable[[int], bool]) -> int | None:
-    """The first step that helps, if all after it help as well."""
+    """Return the first step that helps; None if none does. All steps after one that helps must help as
+    well."""
     index = bisect_left(steps, True, key=helps)
     return steps[index] if index < len(steps) else None

@@ -1,4 +1,4 @@
-"""Every node and device, evaluated for one task."""
+"""Evaluate every node and device for one task."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -45,16 +45,16 @@ class Verdict(StrEnum):
 
 
 OPEN = frozenset({Verdict.FITS, Verdict.KEPT_FOR_OTHERS, Verdict.NO_ROOM})
-"""Verdicts on devices from which only memory may keep the task."""
+"""Verdicts on devices that the task could use if they had enough free memory."""
 
 
 class DeviceFinding(NamedTuple):
     ledger: DeviceLedger
     verdict: Verdict
     need_mb: Mib | None
-    """The task's need on this device; None if the device is too small, or not wanted."""
+    """The MiB that the task needs on this device; None if the device is too small, or not wanted."""
     free_mb: Mib
-    """The free memory for this task: its own pledge and those of lower priority count as free."""
+    """The MiB that are free for this task. Its own pledge, and pledges of lower priority, count as free."""
 
 
 class NodeFinding(Struct, frozen=True):
@@ -80,7 +80,8 @@ class NodeFinding(Struct, frozen=True):
 
 
 class Survey(Struct, frozen=True):
-    """Refers to its draft: use it before that changes."""
+    """The findings about all nodes for one task. A survey refers to its draft and is void once the draft
+    changes."""
 
     task: Task
     draft: Draft
@@ -89,7 +90,7 @@ class Survey(Struct, frozen=True):
     nodes: tuple[NodeFinding, ...]
     """The findings by node, in name order; the devices of each are in key order."""
     forecasts: tuple[Forecast, ...] = ()
-    """Forecasts that reserve room, which the verdicts on devices ignore."""
+    """Forecasts that reserve room. The verdicts on devices ignore them."""
     known: Known | None = None
     """Cached facts about nodes."""
 
@@ -102,10 +103,11 @@ def survey_nodes(
     forecasts: Iterable[Forecast] = (),
     known: Known | None = None,
 ) -> Survey:
-    """Diagnosis at every node for this task. Changes nothing; costs as much as there are devices."""
+    """Return the findings about every node for this task, without changing anything. The cost grows with the
+    number of devices."""
     nodes = (draft.world.nodes[name] for name in sorted(draft.world.nodes))
-    found = tuple(_judge(draft, task, policy, now, node) for node in nodes)
-    return Survey(task, draft, policy, now, found, tuple(forecasts), known)
+    findings = tuple(_judge(draft, task, policy, now, node) for node in nodes)
+    return Survey(task, draft, policy, now, findings, tuple(forecasts), known)
 
 
 def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -> NodeFinding:
@@ -132,7 +134,7 @@ def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -
 
 
 def _closed(node: Node, full_disk: str, *, gives_gpus: bool) -> Verdict | None:
-    """Return the verdict that puts a whole node out of the question; None if there is none."""
+    """Return the verdict that excludes a whole node; None if none does."""
     if not node.ready:
         return Verdict.NODE_NOT_READY
     if node.cordoned:
@@ -150,8 +152,8 @@ def _judge_device(
     is_open: bool,
     is_stale: bool,
 ) -> DeviceFinding:
-    """`closed`: the verdict that keeps the task from the whole node. `is_open`: True if the task may use the
-    node."""
+    """Return the finding about one device. `closed` is the verdict that excludes the whole node, if any;
+    `is_open` is True if the task may use the node."""
     demand, device = task.demand, ledger.device
     need = need_mb(demand, device) if demand.gpus else Mib(0)
     free = Mib(max(0, ledger.free_mb(task=task.id, priority=task.priority)))
@@ -175,7 +177,7 @@ def _judge_device(
 
 
 class SurveyCache:
-    """Surveys that share the planner's cache of facts about nodes. It changes no answer."""
+    """Makes surveys that share a cache of facts about nodes. The cache changes no answer."""
 
     def __init__(self) -> None:
         self._cache = PlanCache()
@@ -183,7 +185,8 @@ class SurveyCache:
     def survey_nodes(
         self, world: World, task: Task, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
     ) -> Survey:
-        """Use it before the World changes, and decide nothing in its draft."""
+        """Return the survey for a task. The survey is void once the World changes, and nothing may be decided
+        in its draft."""
         cache = self._cache
         cache.open(world, policy, now, now, scores_of(world, policy))
         draft = Draft(world, cache.revisions.changes, cache.revisions.growth)

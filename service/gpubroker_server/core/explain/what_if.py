@@ -1,4 +1,4 @@
-"""What-if questions to the planner about one draft."""
+"""Ask the planner what-if questions about one draft."""
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TypeVar
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class WhatIf:
-    """Asks about one draft as often as needed: an answer about a node is found again only when it changes."""
+    """Answers questions about one draft. What was found out about a node is kept until the node changes."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class WhatIf:
         forecasts: Sequence[Forecast] = (),
         known: Known | None = None,
     ) -> None:
-        """`forecasts`: they reserve room. `known`: what earlier questions found out about the nodes."""
+        """`forecasts` reserve room. `known` has what earlier questions found out about the nodes."""
         self._shares = shares = _LazyShares(draft, policy, now)
         order = shares.key_of
         quotas = Quotas(draft, policy)
@@ -68,8 +68,8 @@ class WhatIf:
         )
 
     def way(self, task: Task, most_nodes: int | None = None) -> Way:
-        """Return what the planner would decide. With `most_nodes`, victims are looked for on so many nodes
-        only."""
+        """Return the planner's decision about the task. With `most_nodes`, victims are looked for on at most
+        this many nodes."""
         view = replace(self.view, most_nodes=most_nodes)
 
         def nodes(way: Way) -> set[NodeName]:
@@ -78,29 +78,31 @@ class WhatIf:
         return self._to_its_depth(task, lambda: find_way(task, view), nodes)
 
     def places(self, task: Task) -> Gang | None:
-        """Return the places at which the task would start now; None if it would not."""
+        """Return the places at which the task would start now; None if it would not start."""
         if self._is_held_back(task):
             return None
         return self._to_its_depth(task, lambda: finish(place(task, self.view))[0], _nodes_of)
 
     def places_on(self, nodes: Set[NodeName], task: Task) -> Gang | None:
-        """Return the place at which a single task would start now if it had only these nodes; None if it
-        would not."""
+        """Return the place at which a single task would start now if there were only these nodes; None if it
+        would not start."""
         if self._is_held_back(task) or self.view.draft.short_of(task, self.view.policy.custom_limits):
             return None
         on = self.view.places.on
-        table = {node: found for node in nodes if (found := on(node, task)) is not None}
+        table = {node: placement for node in nodes if (placement := on(node, task)) is not None}
         if not table:
             return None
         return self._to_its_depth(task, lambda: beside_reservations(task, self.view, table), _nodes_of)
 
     def _is_held_back(self, task: Task) -> bool:
-        """Return True if the task's quota, or a limit for which tasks ahead of it wait, holds it back."""
+        """Return True if the task is held back by its quota, or by a limit for which tasks ahead of it
+        wait."""
         has_pledges = bool(self.view.draft.pledges_of(task.id))
         return self.view.quotas.is_short(task) or (not has_pledges and bool(self.view.limits.ahead_of(task)))
 
     def reserved_from(self, task: Task) -> Sequence[Reservation | FirstWaiting]:
-        """The reservations that keep it from a place that it would take else; empty if none does."""
+        """Return the reservations that keep the task from a place that it would otherwise take; empty if none
+        does."""
         view = self.view
         if view.draft.pledges_of(task.id) or view.quotas.is_short(task):
             return ()
@@ -120,8 +122,9 @@ class WhatIf:
         return ahead or tuple(delayed)
 
     def keeps_from_preempting(self, task: Task) -> Sequence[Reservation]:
-        """Return the reservations ahead of the task on nodes where runs could make room for it; if there are
-        none of those, all on these nodes, since the planner tries no more tasks there than its depth."""
+        """Return the reservations that are ahead of the task on nodes where runs could make room for it. If
+        none is ahead, return all reservations on these nodes: then the task is kept out because the planner
+        tries no more than `backfill_depth` tasks on nodes with reservations."""
         reservations, offers = self.view.reservations, self.view.offers
         parts = [rank_task(task, rank) for rank in range(len(task.demand.bundles))] or [task]
         nodes = [
@@ -133,15 +136,16 @@ class WhatIf:
         return closing or [reservation for node in nodes for reservation in reservations.on[node]]
 
     def _is_beyond_depth(self, task: Task, nodes: Set[NodeName]) -> bool:
-        """Return True if so many tasks are ahead of it that the planner may try no more on nodes with
-        reservations, and one of these has some."""
+        """Return True if one of these nodes has reservations, and so many tasks are ahead of the task that
+        the planner may have reached `backfill_depth` before it."""
         view = self.view
         if not nodes & view.reservations.on.keys() or view.draft.pledges_of(task.id):
             return False
         return self._shares.count_ahead(task) >= view.policy.backfill_depth
 
     def _to_its_depth(self, task: Task, ask: Callable[[], T], nodes_of: Callable[[T], Set[NodeName]]) -> T:
-        """The answer; as if the depth were reached, if it is so for this task on the nodes of that answer."""
+        """Return the answer of `ask`. If the planner would have reached `backfill_depth` before the task on
+        the nodes of that answer, ask again as if it had."""
         answer, reservations = ask(), self.view.reservations
         if self._is_beyond_depth(task, nodes_of(answer)):
             reservations.refused_by_reservation = self.view.policy.backfill_depth
@@ -157,11 +161,12 @@ class WhatIf:
         return may_stop and could_make_room(self.view.offers, task, node)
 
     def steps(self, nodes: Iterable[NodeName]) -> set[int]:
-        """The priorities from which on a task may have more on one of these nodes than below."""
+        """Return the priorities at which a task may begin to have more room on one of these nodes."""
         return {step + 1 for node in nodes for step in self.rooms.steps(node)}
 
     def could_start(self, task: Task) -> bool:
-        """Return True if a way exists, or may exist. The answer is cheap, and False is always right."""
+        """Return True if a way to start the task exists, or may exist. The answer is cheap, and False is
+        certain."""
         view = self.view
         if task.demand.bundles:
             return not isinstance(self.way(task), Wait)
@@ -179,46 +184,47 @@ def _nodes_of(places: Gang | None) -> set[NodeName]:
 
 
 def places_text(draft: Draft, places: Gang) -> str:
-    """`n1`, `n1/gpu0,3`, `n1/gpu0 and n2/gpu0`."""
-    found: dict[NodeName, set[int]] = {}
+    """Return the text for places, such as `n1`, `n1/gpu0,3` or `n1/gpu0 and n2/gpu0`."""
+    indexes_by_node: dict[NodeName, set[int]] = {}
     for placement in places:
         indexes = {draft.ledger(device).device.index for device, _ in placement.devices}
-        found.setdefault(placement.node, set()).update(indexes)
+        indexes_by_node.setdefault(placement.node, set()).update(indexes)
     return " and ".join(
         f"{node}/gpu{','.join(map(str, sorted(indexes)))}" if indexes else str(node)
-        for node, indexes in found.items()
+        for node, indexes in indexes_by_node.items()
     )
 
 
 class _LazyShares:
-    """Places in the queue now, by shares that are computed at the first question. Refers to no `WhatIf`: a
-    cycle of references would wait for the garbage collector, and an answer takes megabytes."""
+    """Places in the queue now, by shares of the tenants that are computed at the first question. The object
+    refers to no `WhatIf`, because a cycle of references would wait for the garbage collector, and an answer
+    takes megabytes."""
 
     def __init__(self, draft: Draft, policy: Policy, now: Instant) -> None:
         self._world = draft.world
         self._policy = policy
         self._now = now
-        self._known: FairShares | None = None
+        self._fair_shares: FairShares | None = None
 
     def key_of(self, task: Task) -> OrderKey:
         own_order = self._world.queue.order_within_tenant(task, self._now, self._policy)
         return order_key(own_order, self._shares().rank(task.tenant))
 
     def count_ahead(self, task: Task) -> int:
-        """Return how many tasks that may be planned are ahead of it."""
+        """Return how many tasks in the queue are ahead of the task."""
         queue, rank = self._world.queue, self._shares().rank
         if len(queue) <= self._policy.backfill_depth:
             return 0
         return queue.count_until(self.key_of(task), rank, self._now, self._policy) - (task.id in queue)
 
     def _shares(self) -> FairShares:
-        if self._known is None:
-            self._known = FairShares(self._world, self._policy, self._now)
-        return self._known
+        if self._fair_shares is None:
+            self._fair_shares = FairShares(self._world, self._policy, self._now)
+        return self._fair_shares
 
 
 def reservation_blockers(survey: Survey) -> list[Blocker]:
-    """The reservations that keep a task from the room there is; empty if none do."""
+    """Return a blocker for the reservations that keep a task from room that exists; empty if none do."""
     what_if = WhatIf(survey.draft, survey.policy, survey.now, survey.forecasts, survey.known)
     keepers = what_if.reserved_from(survey.task)
     if not keepers:
@@ -227,10 +233,10 @@ def reservation_blockers(survey: Survey) -> list[Blocker]:
     name, start = task_label(first.task.id, first.task.tenant, survey.task), seconds_until(first, survey)
     more = f" and {len(keepers) - 1} more" if len(keepers) > 1 else ""
     if isinstance(first, FirstWaiting):
-        kept = f"the limit that it needs is left to {name}{more}, expected to start"
+        reserved = f"the limit that it needs is left to {name}{more}, expected to start"
     else:
-        kept = f"it has room, which is reserved for {name}{more}, expected to start on {first.node}"
-    message = f"{kept} in {in_time(start)}; this task is not known to end by then"
+        reserved = f"it has room, which is reserved for {name}{more}, expected to start on {first.node}"
+    message = f"{reserved} in {in_time(start)}; this task is not known to end by then"
     return [Blocker(Reason.BEHIND_HIGHER_PRIORITY, message)]
 
 

@@ -1,1 +1,1 @@
-"""Requests to models: queues, slots, circuit breaker, batching, tensors."""
+"""Requests to models: queues, slots, the circuit breaker, batching and tensors."""

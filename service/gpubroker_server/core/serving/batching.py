@@ -1,6 +1,6 @@
-"""Inference requests and responses: how they are stored, joined into batches and split again.
+"""Inference requests and responses, which are stored, joined into batches and split again.
 
-Values become bytes once, where a request comes in; joining and splitting do not look into them.
+Values become bytes once, when a request comes in. Joining and splitting do not look into the bytes.
 """
 
 import json
@@ -19,12 +19,12 @@ FORMAT: Final = "tensors"
 
 _LENGTH_BYTES: Final = 4
 _OWN_STATE: Final = frozenset({"sequence_id", "sequence_start", "sequence_end"})
-"""Parameters of requests for which the model keeps state."""
+"""Parameters of requests for which the model keeps state. Such requests are not joined with others."""
 
 
 class BatchRules(Struct, frozen=True):
     most_rows: Annotated[int, Meta(ge=1, le=65_536), written("max_size", {})] = 16
-    """Rows in one request, and no more than the model takes; 1: no batches."""
+    """The most rows in one request to the model, which may itself take fewer; 1 for no batches."""
     delay_seconds: Annotated[Seconds, Meta(ge=0, le=60)] = Seconds(0.005)
     """The longest time that the first request of a batch waits for others."""
 
@@ -32,7 +32,7 @@ class BatchRules(Struct, frozen=True):
 class InferenceRequest(Struct, frozen=True):
     inputs: tuple[Tensor, ...]
     version: str = ""
-    """The version of the model; empty: the server chooses."""
+    """The version of the model; empty if the server chooses it."""
     outputs: tuple[str, ...] = ()
     """Names of the wanted outputs; empty for all."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -40,18 +40,19 @@ class InferenceRequest(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Return the number of rows of each input; 0 if they do not have the same number."""
-        found = {tensor.rows for tensor in self.inputs}
-        return found.pop() if len(found) == 1 else 0
+        """The number of rows of each input; 0 if the inputs differ in it."""
+        counts = {tensor.rows for tensor in self.inputs}
+        return counts.pop() if len(counts) == 1 else 0
 
     @property
     def may_be_joined(self) -> bool:
-        """Return True if the request can be joined with others along the first dimension."""
-        is_here = not any(tensor.stored for tensor in self.inputs)
-        return self.rows > 0 and is_here and not _OWN_STATE & self.parameters.keys()
+        """True if the request can be joined with others along the first dimension."""
+        is_in_memory = not any(tensor.stored for tensor in self.inputs)
+        return self.rows > 0 and is_in_memory and not _OWN_STATE & self.parameters.keys()
 
     def batch_key(self) -> tuple[Any, ...]:
-        """Return a key that is equal for requests which may share a batch: they differ only in their rows."""
+        """Return a key that is equal for requests that may share a batch, because they differ only in their
+        rows."""
         inputs = tuple((tensor.name, tensor.datatype, tensor.shape[1:]) for tensor in self.inputs)
         return self.version, inputs, self.outputs, json.dumps(self.parameters, sort_keys=True)
 
@@ -65,26 +66,26 @@ class InferenceResponse(Struct, frozen=True):
 
 
 def batches(requests: Sequence[InferenceRequest], most_rows: int) -> list[list[int]]:
-    """The requests of each batch, by index, in the order of the first of each. A batch of several requests
-    has at most `most_rows` rows."""
+    """Return the indexes of the requests of each batch, ordered by the first request of each. A batch of
+    several requests has at most `most_rows` rows."""
     open_batches: dict[tuple[Any, ...], tuple[int, list[int]]] = {}
-    found: list[list[int]] = []
+    all_batches: list[list[int]] = []
     for index, request in enumerate(requests):
         if most_rows < 2 or not request.may_be_joined:
-            found.append([index])
+            all_batches.append([index])
             continue
         key = request.batch_key()
         rows, batch = open_batches.get(key, (most_rows, []))
         if rows + request.rows > most_rows:
             rows, batch = 0, []
-            found.append(batch)
+            all_batches.append(batch)
         batch.append(index)
         open_batches[key] = rows + request.rows, batch
-    return found
+    return all_batches
 
 
 def joined(requests: Sequence[InferenceRequest]) -> InferenceRequest:
-    """The requests of a batch as one, with all their rows."""
+    """Return the requests of a batch as one request with all their rows."""
     first, *others = requests
     if not others:
         return first
@@ -99,8 +100,8 @@ def joined(requests: Sequence[InferenceRequest]) -> InferenceRequest:
 
 
 def split(response: InferenceResponse, requests: Sequence[InferenceRequest]) -> list[InferenceResponse]:
-    """The part of each request in the response to a batch. Raises BadTensor if the model did not answer by
-    rows."""
+    """Return the response to each request of a batch, split from the response to the batch. Raises BadTensor
+    if the model did not answer by rows."""
     rows = [request.rows for request in requests]
     outputs = [split_rows(tensor, rows) for tensor in response.outputs]
     return [
@@ -110,13 +111,14 @@ def split(response: InferenceResponse, requests: Sequence[InferenceRequest]) -> 
 
 
 def packed(message: InferenceRequest | InferenceResponse) -> bytes:
-    """Return the bytes that are stored: the length of the head, the head as JSON, the tensors' data."""
+    """Return the stored form of a message: the length of the head, the head as JSON, and the data of the
+    tensors."""
     tensors = message.inputs if isinstance(message, InferenceRequest) else message.outputs
     head: dict[str, Any] = {
         "id": message.id,
         "version": message.version,
         "parameters": dict(message.parameters),
-        "tensors": [_row_of(one) for one in tensors],
+        "tensors": [_row_of(each_tensor) for each_tensor in tensors],
     }
     if isinstance(message, InferenceRequest):
         head["outputs"] = list(message.outputs)
@@ -127,7 +129,8 @@ def packed(message: InferenceRequest | InferenceResponse) -> bytes:
 
 
 def _row_of(tensor: Tensor) -> list[Any]:
-    """Return the row of the head: the object that has the data instead comes last, if there is one."""
+    """Return the row of the head that describes a tensor. If an object has the tensor's data, its digest and
+    size come last."""
     stored = [tensor.stored, tensor.stored_bytes] if tensor.stored else []
     return [tensor.name, tensor.datatype, list(tensor.shape), len(tensor.data), *stored]
 
@@ -155,7 +158,7 @@ def _unpacked(data: bytes) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
 
 
 def encoded_request(request: InferenceRequest) -> tuple[bytes, Sequence[Tensor]]:
-    """A request in Triton's binary form: the JSON, and the tensors whose data follows it."""
+    """Return a request in Triton's binary form: the JSON, and the tensors whose data follows the JSON."""
     head: dict[str, Any] = {
         "inputs": [
             {
@@ -177,7 +180,8 @@ def encoded_request(request: InferenceRequest) -> tuple[bytes, Sequence[Tensor]]
 
 
 def decoded_response(body: bytes, head_bytes: int) -> InferenceResponse:
-    """A response in Triton's binary form; its JSON has `head_bytes`. Raises BadTensor."""
+    """Return the response that `body` has in Triton's binary form, with JSON of `head_bytes` bytes. Raises
+    BadTensor."""
     try:
         head = json.loads(body[:head_bytes])
         outputs = [
@@ -197,8 +201,9 @@ def decoded_response(body: bytes, head_bytes: int) -> InferenceResponse:
 
 
 def _sliced(rows: Iterable[tuple[Any, ...]], data: bytes, begin: int) -> tuple[Tensor, ...]:
-    """Return the tensors of these rows (name, datatype, shape, bytes, and the object with its bytes, if there
-    is one), whose data begins at `begin`. Raises BadTensor if they do not fill the data."""
+    """Return the tensors of these rows, whose data begins at `begin`. A row has the name, the datatype, the
+    shape and the number of bytes; then, if an object has the data, its digest and size. Raises BadTensor if
+    the tensors do not fill the data."""
     tensors, at = [], begin
     for name, datatype, shape, size, *stored in rows:
         tensors.append(Tensor(name, datatype, shape, data[at : at + size], *stored))

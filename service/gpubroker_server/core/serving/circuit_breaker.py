@@ -1,4 +1,4 @@
-"""The circuit breaker of a model server: it opens after several failures in a row, and closes at an answer.
+"""The circuit breaker of a model server. It opens after several failures in a row, and closes at an answer.
 `now` is on any clock that never jumps."""
 
 from typing import NamedTuple
@@ -8,12 +8,13 @@ from gpubroker_server.core.domain.units import MonotonicSeconds, Seconds
 
 class BreakerRules(NamedTuple):
     faults: int = 3
-    """The number of faults in a row, with no answer in between, after which requests go to other servers, if
-    there are any."""
+    """The number of faults in a row, with no answer in between, at which the breaker opens. Requests then go
+    to other servers, if there are any."""
     pause_seconds: Seconds = Seconds(1.0)
-    """The shortest time for which the breaker stays open: an earlier answer belongs to an earlier request."""
+    """The shortest time for which the breaker stays open. An earlier answer belongs to a request from before
+    the faults."""
     most_pause_seconds: Seconds = Seconds(30.0)
-    """The pause doubles up to this for a server that answers and fails in turn."""
+    """The longest pause. The pause doubles up to this time for a server that answers and fails in turn."""
     calm_seconds: Seconds = Seconds(60.0)
     """The time after closing from which the next pause is short again."""
 
@@ -27,19 +28,19 @@ class Breaker:
     def __init__(self, rules: BreakerRules | None = None) -> None:
         self.is_open = False
         self.fault = ""
-        """The last one, in words; empty after an answer."""
+        """The last fault, in words; empty after an answer."""
         self._rules = rules or BreakerRules()
         self._faults = 0
-        """Number of faults since the last answer."""
+        """The number of faults since the last answer."""
         self._changed_at = MonotonicSeconds(float("-inf"))
         self._pause_seconds = Seconds(0.0)
 
     def open_seconds(self, now: MonotonicSeconds) -> Seconds:
-        """Return for how long it has been open; 0 if it is closed."""
+        """Return for how long the breaker has been open; 0 if it is closed."""
         return Seconds(now - self._changed_at if self.is_open else 0.0)
 
     def failed(self, now: MonotonicSeconds, why: str) -> bool:
-        """Count a fault. Return True if it has opened the breaker."""
+        """Count a fault. Return True if this fault has opened the breaker."""
         self._faults += 1
         self.fault = why
         if self.is_open or self._faults < self._rules.faults:
@@ -50,7 +51,7 @@ class Breaker:
         return True
 
     def answered(self, now: MonotonicSeconds) -> bool:
-        """Note an answer. Return True if it has closed the breaker."""
+        """Note an answer. Return True if this answer has closed the breaker."""
         if self.is_open and now < self._changed_at + self._pause_seconds:
             return False
         was_open = self.is_open

@@ -1,8 +1,8 @@
-"""The queue in front of one model: which request starts now, which one is next, which one is refused.
+"""The queue in front of one model: it decides which request starts now, which is next, and which is refused.
 
-Requests wait for seconds, so nothing here is stored. Among requests of one priority, tenants take turns: fair
-queueing by number of requests (Demers, Keshav, Shenker 1989), as Triton does not tell how long one will take.
-`now` is on any clock that never jumps.
+Requests wait only for seconds, so nothing here is stored. Among requests of one priority, tenants take turns.
+This is fair queueing by the number of requests (Demers, Keshav, Shenker 1989), because Triton does not tell
+how long a request will take. `now` is on any clock that never jumps.
 """
 
 from bisect import bisect_left
@@ -24,20 +24,20 @@ class LaneRules(NamedTuple):
     places: int = 256
     """The number of requests that may wait."""
     tenant_share: float = 0.75
-    """The part of the places that one tenant may have while another one is there, and of the slots while
-    others wait; one always."""
+    """The share of the places that one tenant may take while another tenant waits or has a slot, and the
+    share of the slots while others wait. A tenant may always take one."""
     ageing_seconds_per_point: float = AGEING_SECONDS_PER_POINT
-    """The ageing of requests; by default that of tasks."""
+    """The wait, in seconds, that raises the priority of a request by one point. The default is that of
+    tasks."""
     queue_seconds: Seconds = Seconds(30.0)
-    """The longest time that a request may wait; less if it says so."""
+    """The longest time that a request may wait, unless the request states a shorter one."""
 
 
 class Place(NamedTuple):
-    """The place of a waiting request. The smallest came first, or has the highest priority; no two are
-    equal."""
+    """The place of a waiting request. Places are ordered by priority, then by arrival; no two are equal."""
 
     order: int
-    """The priority, negative: the highest is first."""
+    """The negative priority, so that the highest priority comes first."""
     arrival: int
     tenant: str
     since: MonotonicSeconds
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 class QueueEstimate(NamedTuple):
     position: int
-    """The place in the queue. 1: the request is next."""
+    """The place in the queue. At 1 the request is next."""
     eta_seconds: Seconds | None
     """The time until a slot is expected; None if no request has been answered yet."""
 
@@ -53,41 +53,42 @@ class QueueEstimate(NamedTuple):
 class Queued(NamedTuple):
     place: Place
     displaced: Place | None
-    """All places were taken: it went to a higher priority, or to a tenant within its share."""
+    """The request that lost its place to this one, because no place was free and this request has a higher
+    priority or its tenant is within its share; None if a place was free."""
 
 
 class LaneFull(NamedTuple):
     estimate: QueueEstimate
-    """The estimate for the request as if there had been a place."""
+    """The estimate for the request if it had got a place."""
     is_share: bool
-    """The tenant's share is full, and the lane is not."""
+    """True if the share of the tenant is full and the lane is not."""
 
 
 class ModelLane:
-    """Compares by identity."""
+    """The waiting requests and the slots of one model. Lanes compare by identity."""
 
     __slots__ = ("_arrivals", "_climb", "_held", "_mean_seconds", "_queues", "_rules", "_slots", "_turn",
                  "_turns", "_waits", "idle_since", "in_flight", "waiting")  # fmt: skip
 
     def __init__(self, rules: LaneRules, slots: int | None = None) -> None:
-        """`slots`: the number of requests that run at once; None: as many as prove useful."""
+        """`slots` is the number of requests that run at once; None to find it by trying."""
         self.in_flight = 0
         self.waiting = 0
         self.idle_since = -inf
-        """When the last request to have a slot was over; before the first one, long ago."""
+        """The time at which the last request with a slot ended; infinitely long ago before the first."""
         self._rules = rules
         self._slots = slots
         self._climb = HillClimb()
         self._held: Counter[str] = Counter()
-        """Tenant -> number of its requests in flight."""
+        """Tenant -> the number of its requests in flight."""
         self._waits: Counter[str] = Counter()
-        """Tenant -> number of its waiting requests."""
+        """Tenant -> the number of its waiting requests."""
         self._queues: dict[tuple[str, int], list[Place]] = {}
-        """(tenant, order) -> places by arrival; none is empty."""
+        """(tenant, order) -> places by arrival. No list is empty."""
         self._turn = 0
-        """The turn of the request that started last among those that had waited."""
+        """The turn of the last started request, of those that had waited."""
         self._turns: dict[str, int] = {}
-        """Tenant -> its next turn, for tenants that are there and whose turn is ahead."""
+        """Tenant -> its next turn, for tenants with requests whose turn is still to come."""
         self._arrivals = 0
         self._mean_seconds: float | None = None
 
@@ -97,11 +98,11 @@ class ModelLane:
 
     @property
     def is_limited(self) -> bool:
-        """The number of slots is given, not found by trying."""
+        """True if the number of slots was given, not found by trying."""
         return self._slots is not None
 
     def limit(self, slots: int) -> None:
-        """Set the number of slots from now on; requests in flight go on."""
+        """Set the number of slots from now on. Requests in flight go on."""
         self._slots = slots
 
     @property
@@ -133,8 +134,12 @@ class ModelLane:
         return Queued(place, displaced)
 
     def _displaced_by(self, place: Place, *, is_share: bool) -> Place | None:
-        """The last of its own tenant if that has its share; of tenants beyond theirs, which were alone when
-        they came, whatever its priority; of all, if its priority is lower."""
+        """Return the place that a request takes over; None if there is none.
+
+        1. If its tenant has used up its share: the last place of the tenant, if that has a lower priority.
+        2. If its tenant is below its share and others are above theirs: the last place of those tenants.
+        3. Otherwise: the last of all places, if that has a lower priority.
+        """
         lasts = [queue[-1] for queue in self._queues.values()]
         if is_share:
             lasts = [last for last in lasts if last.tenant == place.tenant]
@@ -154,7 +159,7 @@ class ModelLane:
         return self.waiting + self.in_flight == self._waits[tenant] + self._held[tenant]
 
     def withdraw(self, place: Place) -> None:
-        """Remove a request that waits no longer."""
+        """Remove a request that no longer waits."""
         queue = self._queues[place.tenant, place.order]
         del queue[bisect_left(queue, place)]
         if not queue:
@@ -164,12 +169,13 @@ class ModelLane:
         self._forget_if_gone(place.tenant)
 
     def start_next(self, now: MonotonicSeconds) -> Place | None:
-        """Give a free slot to the next request:
+        """Give a free slot to the next request, and return its place; None if no slot is free or no request
+        waits. The next request is chosen by:
 
-        1. of a tenant that holds less than its share of the slots, while several wait
-        2. of the highest priority, aged as those of tasks are
-        3. of the tenant whose turn it is
-        4. the first to arrive
+        1. a tenant that holds less than its share of the slots
+        2. the highest priority, with ageing
+        3. the tenant whose turn it is
+        4. the earliest arrival
         """
         if not self.waiting or self.in_flight >= self.slots:
             return None
@@ -199,7 +205,7 @@ class ModelLane:
             self._turns.pop(tenant, None)
 
     def finish(self, tenant: str, held_seconds: float, now: MonotonicSeconds) -> None:
-        """Free the slot of one of the tenant's requests, which is over."""
+        """Free the slot of one of the tenant's requests, which has ended."""
         self.in_flight -= 1
         self.idle_since = now
         self._held[tenant] -= 1
@@ -210,8 +216,8 @@ class ModelLane:
             self._climb.answered(now, is_queued=self.waiting > 0)
 
     def estimate(self, place: Place) -> QueueEstimate:
-        """Estimate the wait of a request that waits, or would: by priority and arrival, without regard to
-        turns."""
+        """Estimate the wait of a request with this place, by priority and arrival. Turns of tenants are
+        ignored."""
         position = 1 + sum(bisect_left(queue, place) for queue in self._queues.values())
         mean = self._mean_seconds
         return QueueEstimate(position, None if mean is None else Seconds(position * mean / self.slots))

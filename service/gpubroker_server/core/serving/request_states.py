@@ -1,6 +1,6 @@
-"""The states of a request to a model server, and the one table of what moves it from one to the next.
+"""The states of a request to a model server, and the table of the moves between them.
 
-The table is the same over every protocol. A move that it lacks cannot happen: it raises IllegalMove.
+The table is the same for every protocol. A move that the table lacks raises IllegalMove.
 """
 
 from collections.abc import Mapping
@@ -10,18 +10,20 @@ from typing import Final
 
 class RequestState(StrEnum):
     RECEIVING = "receiving"
-    """Nothing was sent. Its turn on the client's connection has not come, or its body must be complete first:
-    a load that is searched for files, a request to several servers. A stream is here between two messages."""
+    """Nothing was sent to a server. The request's turn on the client's connection has not come, or its body
+    must be complete first, as for a load that is searched for files or a request to several servers. A stream
+    is in this state between two messages."""
     AWAITING_MODEL = "awaiting_model"
-    """The request waits until its model is in memory, or gone if the request unloads it, or until the audit
+    """The request waits until its model is in memory or, for an unload, has left memory; or until the audit
     log has the request. The body counts as waiting bytes."""
     QUEUED = "queued"
     """The request's model is in memory, and the request waits in the model's lane for a slot. The body counts
     as waiting bytes."""
     SENT = "sent"
-    """A server has it and has not answered. It may go to another server while its whole body is kept."""
+    """A server has the request and has not answered. The request may go to another server while its whole
+    body is kept."""
     ANSWERING = "answering"
-    """The answer goes to the client. Nothing is sent again."""
+    """The answer goes to the client. The request is not sent again."""
     ANSWERED = "answered"
     """The end: the client has the server's answer."""
     FAILED = "failed"
@@ -34,13 +36,13 @@ class RequestMove(StrEnum):
     AWAIT_MODEL = "await_model"
     """The ledger does not have the model in memory, or a server denies the model that the ledger has."""
     QUEUE = "queue"
-    """The model is there, and its slots are taken."""
+    """The model is in memory, and its slots are taken."""
     SEND = "send"
-    """A server is asked, the first or another one."""
+    """The request is sent to a server, the first or another one."""
     ANSWER = "answer"
-    """The head of the answer has come."""
+    """The head of the answer has arrived."""
     REST = "rest"
-    """The stream to a server has ended, and the client's goes on."""
+    """The stream to the server has ended, and the client's stream goes on."""
     FINISH = "finish"
     """The answer is complete."""
     FAIL = "fail"
@@ -57,7 +59,8 @@ class IllegalMove(Exception):
 
 
 class _Moves(dict[RequestMove, RequestState]):
-    """The moves out of one state. A plain lookup costs no call of Python; a missing move raises."""
+    """The moves out of one state. A lookup of a move that exists calls no Python code; a missing move raises
+    IllegalMove."""
 
     def __init__(self, state: RequestState, moves: Mapping[RequestMove, RequestState]) -> None:
         super().__init__(moves)

@@ -1,4 +1,5 @@
-"""Tensors as they travel: little-endian, row by row, without padding, as in Triton's binary form."""
+"""Tensors in the form in which they are sent: little-endian, row by row, without padding, as in Triton's
+binary form."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ _FORMATS: Final = {
 _BF16_BYTES: Final = 2
 
 _AT_ONCE: Final = 4096
-"""Number of values that are converted at a time, so that other work gets the processor in between."""
+"""The number of values that are converted at a time, so that other work gets the processor in between."""
 
 
 class BadTensor(ValueError):
@@ -28,7 +29,8 @@ class Tensor(Struct, frozen=True):
     shape: tuple[int, ...]
     data: bytes
     stored: str = ""
-    """The digest of the object that has the data instead, which is read when it is sent."""
+    """The digest of the object that has the data instead of `data`; empty if there is none. The object is
+    read when the tensor is sent."""
     stored_bytes: int = 0
 
     @property
@@ -37,12 +39,12 @@ class Tensor(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Return the size of the first dimension, along which batches are joined; 0 if there is none."""
+        """The size of the first dimension, along which batches are joined; 0 if there is none."""
         return self.shape[0] if self.shape else 0
 
 
 def tensor_of(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Tensor:
-    """Return the tensor of values as JSON has them, nested by rows or not. Raises BadTensor."""
+    """Return the tensor of values from JSON, which may be nested by rows or flat. Raises BadTensor."""
     flat = list(_flat(values))
     if len(flat) != prod(shape):
         raise BadTensor(f"shape {list(shape)} has {prod(shape)} values, and {len(flat)} are given")
@@ -53,14 +55,14 @@ def tensor_of(name: str, datatype: str, shape: Sequence[int], values: Sequence[A
 
 
 def values_in_steps(tensor: Tensor) -> Iterator[list[Any]]:
-    """Yield the values in parts, flat, as JSON has them: all values together take many times the memory of
-    their bytes. Bytes that are no UTF-8 are read as Latin-1, NaN and infinities as None. Raises BadTensor
-    before the first part if the data does not have the length of its shape."""
+    """Return an iterator over the flat values for JSON, in parts, because all values together take many times
+    the memory of their bytes. Bytes that are not UTF-8 are read as Latin-1, NaN and infinities as None.
+    Raises BadTensor at once if the length of the data does not match the shape."""
     count, data = prod(tensor.shape), tensor.data
     if tensor.datatype == "BYTES":
-        found = sum(1 for _ in elements_of(data))
-        if found != count:
-            raise BadTensor(f"{tensor.name} of shape {list(tensor.shape)} came with {found} values")
+        count_found = sum(1 for _ in elements_of(data))
+        if count_found != count:
+            raise BadTensor(f"{tensor.name} of shape {list(tensor.shape)} came with {count_found} values")
         texts = (_text(element) for element in elements_of(data))
         return takewhile(bool, (list(islice(texts, _AT_ONCE)) for _ in repeat(None)))
     if len(data) != count * size_of(tensor.datatype):
@@ -69,7 +71,7 @@ def values_in_steps(tensor: Tensor) -> Iterator[list[Any]]:
 
 
 def checked(tensor: Tensor) -> Tensor:
-    """Return the tensor. Raises BadTensor if its data is not what type and shape say."""
+    """Return the tensor unchanged. Raises BadTensor if its data does not match its datatype and shape."""
     if tensor.stored:
         if tensor.size_bytes != prod(tensor.shape) * size_of(tensor.datatype):
             raise BadTensor(
@@ -81,8 +83,8 @@ def checked(tensor: Tensor) -> Tensor:
 
 
 def size_of(datatype: str) -> int:
-    """Return the bytes of one value. Raises BadTensor for a type whose values differ in length, and for an
-    unknown one."""
+    """Return the number of bytes of one value. Raises BadTensor for an unknown datatype, and for one whose
+    values differ in length."""
     if datatype == "BF16":
         return _BF16_BYTES
     if datatype not in _FORMATS:
@@ -91,7 +93,7 @@ def size_of(datatype: str) -> int:
 
 
 def elements_of(data: bytes) -> Iterator[bytes]:
-    """The values of a BYTES tensor; each is preceded by its length. Raises BadTensor."""
+    """Yield the values of a BYTES tensor, each of which follows its length in the data. Raises BadTensor."""
     offset = 0
     while offset < len(data):
         offset, end = offset + 4, offset + 4 + int.from_bytes(data[offset : offset + 4], "little")
@@ -102,8 +104,8 @@ def elements_of(data: bytes) -> Iterator[bytes]:
 
 
 def split_rows(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
-    """Split a tensor into tensors of so many rows each, in order. Raises BadTensor if it does not have as
-    many rows as they all."""
+    """Split a tensor into tensors with these numbers of rows, in order. Raises BadTensor if the numbers do
+    not add up to the rows of the tensor."""
     if tensor.rows != sum(rows):
         raise BadTensor(f"{tensor.name} has shape {list(tensor.shape)}, not {sum(rows)} rows")
     per_row, inner = prod(tensor.shape[1:]), tensor.shape[1:]
@@ -116,7 +118,8 @@ def split_rows(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
 
 
 def _ends(tensor: Tensor, counts: Sequence[int]) -> list[int]:
-    """Return the offsets in the data at which each of these numbers of values ends."""
+    """Return the offsets in the data at which consecutive groups with these numbers of values end. Raises
+    BadTensor if the groups do not fill the data."""
     if tensor.datatype == "BYTES":
         lengths = (4 + len(element) for element in elements_of(tensor.data))
         ends: Sequence[int] = list(accumulate(lengths, initial=0))
@@ -151,7 +154,7 @@ def _packed(datatype: str, values: list[Any]) -> Iterator[bytes]:
 
 
 def _bf16(value: float) -> bytes:
-    """The upper half of a 32-bit number, rounded to the nearest, ties to even."""
+    """Return the upper half of a 32-bit number, rounded to the nearest value, with ties to even."""
     bits = int.from_bytes(struct.pack("<f", value), "little")
     return (min(bits + 0x7FFF + (bits >> 16 & 1), 0xFFFFFFFF) >> 16).to_bytes(2, "little")
 

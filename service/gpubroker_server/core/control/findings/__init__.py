@@ -1,1 +1,2 @@
-"""Findings about the fleet, each with a remedy: pure functions, a module per subject."""
+"""Findings about the fleet, each with a remedy. They are found by pure functions, with one module per
+subject."""

@@ -1,5 +1,5 @@
-"""Findings about parts of the fleet that take no tasks: closed and silent nodes, paused queues, memory in
-quarantine, and quotas that leave memory unused."""
+"""Find parts of the fleet that take no tasks: closed and silent nodes, paused queues, memory in quarantine,
+and quotas that leave memory unused."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ from gpubroker_server.core.world.world import World
 
 
 class QuotaLock(NamedTuple):
-    """Tasks of a tenant wait for its quota while GPU memory is free that nothing else needs."""
+    """A quota for which tasks of its tenant wait while GPU memory is free that nothing else needs."""
 
     tenant: str
     tasks: int
@@ -26,8 +26,8 @@ class QuotaLock(NamedTuple):
 
 
 def silent_nodes(world: World, late: Mapping[NodeName, Instant]) -> Iterator[Finding]:
-    """`late`: nodes that are not given up, and when they were last heard. A node that was drained may be
-    gone."""
+    """Yield a finding for each node whose agent is silent. `late` maps nodes that are not given up yet to the
+    time at which they were last heard. A draining node is left out, because it may have been removed."""
     for node in world.nodes.values():
         runs = len(world.runs.get(node.name, ()))
         evidence = {"runs": runs}
@@ -39,28 +39,29 @@ def silent_nodes(world: World, late: Mapping[NodeName, Instant]) -> Iterator[Fin
         elif node.ready and node.name in late:
             cause = f"Nothing is heard of {node.name}: its agent has missed more than two heartbeats."
             remedy = "look at the node's load and network; it is given up when it stays silent"
-            found = warning("node-silent", node.name, cause, remedy, evidence)
-            yield replace(found, first_seen=late[node.name])
+            finding = warning("node-silent", node.name, cause, remedy, evidence)
+            yield replace(finding, first_seen=late[node.name])
 
 
 def held_back_nodes(paused: HeldBack | None, since: Instant | None) -> Iterator[Finding]:
     if paused is not None:
         cause = f"Silent nodes are not given up, and their tasks do not start elsewhere: {paused.message}."
         remedy = 'gpubroker resume --because "...", once you know that their runs are gone'
-        found = critical("nodes-held-back", ", ".join(paused.nodes), cause, remedy, {"runs": paused.runs})
-        yield replace(found, first_seen=since)
+        finding = critical("nodes-held-back", ", ".join(paused.nodes), cause, remedy, {"runs": paused.runs})
+        yield replace(finding, first_seen=since)
 
 
 def closed_nodes(world: World) -> Iterator[Finding]:
-    """Yield a finding for each node on which an operator, or the disk guard, lets nothing start."""
-    found = warning if world.queue.groups else note
+    """Yield a finding for each node on which nothing may start, by an operator's decision or because a disk
+    is too full."""
+    make_finding = warning if world.queue.groups else note
     for node in world.nodes.values():
         if node.cordoned:
             keys = world.by_node.get(node.name, ())
             evidence = {"gpus": len(keys), "runs": len(world.runs.get(node.name, ()))}
             remedy = f"gpubroker uncordon {node.name}, when tasks may start there again"
-            one = found("node-closed", node.name, _why_closed(node), remedy, evidence)
-            yield replace(one, first_seen=node.draining_since or node.cordoned_at)
+            finding = make_finding("node-closed", node.name, _why_closed(node), remedy, evidence)
+            yield replace(finding, first_seen=node.draining_since or node.cordoned_at)
     for name, disk in world.full_disks.items():
         cause = f"Nothing starts on {name} until there is room on {disk}."
         yield warning("node-closed-by-disk", name, cause, f"gpubroker disk {name}; gpubroker clean {name}")
@@ -82,9 +83,9 @@ def paused_queues(world: World) -> Iterator[Finding]:
             f"The queue of {kind} {name} is paused by {pause.actor}{because}: {waiting[pause]} tasks wait."
         )
         remedy = f"gpubroker resume --{kind} {name}"
-        found = warning if waiting[pause] else note
-        one = found("queue-paused", pause.queue, cause, remedy, {"tasks": waiting[pause]})
-        yield replace(one, first_seen=pause.at, tenant=pause.tenant)
+        make_finding = warning if waiting[pause] else note
+        finding = make_finding("queue-paused", pause.queue, cause, remedy, {"tasks": waiting[pause]})
+        yield replace(finding, first_seen=pause.at, tenant=pause.tenant)
 
 
 def quarantined_memory(world: World) -> Iterator[Finding]:
@@ -97,8 +98,8 @@ def quarantined_memory(world: World) -> Iterator[Finding]:
         mb, holders = sum(lease.mb for lease in leases), len({lease.holder for lease in leases})
         cause = f"{in_gib(mb)} of {node} count as used: it is not confirmed that their holders are gone."
         remedy = "gpubroker quarantine says which proof each waits for, and how to release it"
-        one = warning("memory-quarantined", node, cause, remedy, {"mb": mb, "holders": holders})
-        yield replace(one, first_seen=min(lease.quarantined_at or lease.since for lease in leases))
+        finding = warning("memory-quarantined", node, cause, remedy, {"mb": mb, "holders": holders})
+        yield replace(finding, first_seen=min(lease.quarantined_at or lease.since for lease in leases))
 
 
 def quota_locks(locks: Iterable[QuotaLock], policy: Policy) -> Iterator[Finding]:
@@ -120,5 +121,7 @@ def quota_locks(locks: Iterable[QuotaLock], policy: Policy) -> Iterator[Finding]
             f"{in_gib(lock.free_mb)} of GPU memory are free, and {lock.tenant} waits for its quota: {most}."
         )
         evidence = {"tasks": lock.tasks, "free_mb": lock.free_mb, "guaranteed_mb": guaranteed_mb}
-        one = warning("guarantee-locks-capacity", lock.tenant, cause, f"{remedy} (policy.tenants)", evidence)
-        yield replace(one, first_seen=lock.since, tenant=lock.tenant)
+        finding = warning(
+            "guarantee-locks-capacity", lock.tenant, cause, f"{remedy} (policy.tenants)", evidence
+        )
+        yield replace(finding, first_seen=lock.since, tenant=lock.tenant)

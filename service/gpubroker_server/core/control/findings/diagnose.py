@@ -1,4 +1,4 @@
-"""All findings about the fleet, from what is known of it."""
+"""Find everything that is wrong with the fleet, from the World and the other known facts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -52,7 +52,7 @@ from gpubroker_server.core.world.world import World
 
 
 class FleetKnown(NamedTuple):
-    """The facts that are known besides the World."""
+    """The facts about the fleet that are known besides the World."""
 
     executor: Mapping[str, Any]
     has_leader: bool
@@ -66,7 +66,7 @@ class FleetKnown(NamedTuple):
     is_stale: bool = False
     disk_full: str = ""
     late: Mapping[NodeName, Instant] = {}
-    """Nodes whose agents miss heartbeats, and when they were last heard."""
+    """Node whose agent misses heartbeats -> the time at which it was last heard."""
     held_back: HeldBack | None = None
     """The silent nodes that the leader does not give up."""
     held_back_since: Instant | None = None
@@ -74,13 +74,13 @@ class FleetKnown(NamedTuple):
     quota_locks: Sequence[QuotaLock] = ()
     database_log: LogGrowth | None = None
     led_until: Instant | None = None
-    """When a leader was last heard, if there is none."""
+    """The time at which a leader was last heard, if there is no leader now."""
 
 
 def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant) -> Iterator[Finding]:
-    """Yield the findings of the whole fleet, in no order."""
+    """Yield the findings about the whole fleet, in no particular order."""
     period = policy.sample_period_seconds
-    samples = [seen for seen in world.node_samples.values() if not seen.is_stale(now, period)]
+    samples = [sample for sample in world.node_samples.values() if not sample.is_stale(now, period)]
     agents: Mapping[str, Mapping[str, Any]] = known.executor.get("agents") or {}
     of_parts: Iterable[Iterator[Finding]] = (
         no_leader(known.has_leader, known.led_until),

@@ -1,4 +1,4 @@
-"""Findings about the fleet, each with its cause, its evidence and a remedy."""
+"""Findings about the fleet. Each has a cause, evidence and a remedy."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from gpubroker_server.core.domain.units import Instant
 
 MOST_OF_A_KIND = 20
-"""The most findings of one kind that are listed: a fault of the whole fleet need not be listed for each
+"""The most findings of one kind that are listed. A fault of the whole fleet need not be listed for each
 node."""
 
 
 class Severity(StrEnum):
-    """Published; the worst first."""
+    """The severity of a finding, the worst first. The names are published."""
 
     CRITICAL = "critical"
     """Work is lost or cannot be taken."""
@@ -27,17 +27,16 @@ class Severity(StrEnum):
 
 
 class Finding(Diagnosis, frozen=True):
-    """A diagnosis, and since when it is known."""
+    """A diagnosis, with the time since which it is known."""
 
     first_seen: Instant | None = None
-    """The time since which this is known; None if that time is unknown."""
+    """The time at which the finding was first seen; None if that time is unknown."""
     tenant: str = ""
-    """The tenant of the task that the finding is about; other tenants do not see it. Empty: it is about no
-    task."""
+    """The tenant that the finding is about; other tenants do not see it. Empty if it is about no tenant."""
 
     @property
     def about(self) -> tuple[str, str]:
-        """Return the key by which the same finding is known again."""
+        """The kind and the subject, by which a finding is recognized again."""
         return self.kind, self.subject
 
 
@@ -57,8 +56,8 @@ critical, warning, note = (partial(_of, severity) for severity in Severity)
 def remember(
     before: Mapping[tuple[str, str], Instant], found: Sequence[Finding], now: Instant
 ) -> tuple[list[Finding], dict[tuple[str, str], Instant]]:
-    """The findings with when each was first seen, the worst first; and what to remember of them. One that is
-    gone is forgotten: if it comes back, it is new."""
+    """Return the findings with the time at which each was first seen, the worst first, and these times for
+    the next call. A finding that is gone is forgotten; if it comes back, it is new."""
     after = {finding.about: finding.first_seen or before.get(finding.about, now) for finding in found}
     order = [severity.value for severity in Severity]
     dated = [replace(finding, first_seen=after[finding.about]) for finding in found]
@@ -69,10 +68,10 @@ def remember(
 
 
 def first_of_each_kind(found: Iterable[Finding]) -> list[Finding]:
-    """MOST_OF_A_KIND at most; of those that the caller may see."""
-    kept, count = [], Counter[str]()
+    """Return at most MOST_OF_A_KIND findings of each kind, in order."""
+    listed, count = [], Counter[str]()
     for finding in found:
         count[finding.kind] += 1
         if count[finding.kind] <= MOST_OF_A_KIND:
-            kept.append(finding)
-    return kept
+            listed.append(finding)
+    return listed

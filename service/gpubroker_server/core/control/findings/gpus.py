@@ -1,4 +1,4 @@
-"""GPUs that are held and not used, and the likely cause."""
+"""Find GPUs that are closed, on which runs fail, or that are held and not used, with the likely cause."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from gpubroker_server.core.world.ledger import NOISE_DIVISOR, DeviceLedger, Hold
 from gpubroker_server.core.world.world import World
 
 BUSY_SHARE = 0.5
-"""The share of a node's CPUs above which they do what the GPU might."""
+"""The busy share of a node's CPUs from which they probably do the work that the GPU should do."""
 
 
 def closed_gpus(world: World) -> Iterator[Finding]:
@@ -36,19 +36,19 @@ def closed_gpus(world: World) -> Iterator[Finding]:
 
 
 def failing_gpus(world: World, failing: Iterable[FailingGpu]) -> Iterator[Finding]:
-    """Yield a finding for each open GPU on which runs fail at once that work elsewhere."""
-    for one in failing:
-        ledger = world.ledgers.get(one.device)
+    """Yield a finding for each open GPU on which runs fail quickly that work on other GPUs."""
+    for gpu in failing:
+        ledger = world.ledgers.get(gpu.device)
         if ledger is not None and not ledger.device.is_closed:
             label = ledger.device.label
-            cause = f"{one.times} runs in a row failed at once on {label}, last {', '.join(one.names)}."
+            cause = f"{gpu.times} runs in a row failed at once on {label}, last {', '.join(gpu.names)}."
             remedy = f"gpubroker close-gpu {label}, then look at it: nvidia-smi -q, dmesg | grep -i xid"
-            evidence = {"failures": one.times}
-            yield Finding("gpu-fails-runs", label, Severity.WARNING, cause, evidence, remedy, one.first_at)
+            evidence = {"failures": gpu.times}
+            yield Finding("gpu-fails-runs", label, Severity.WARNING, cause, evidence, remedy, gpu.first_at)
 
 
 class UnusedHolding(NamedTuple):
-    """A task keeps memory of a GPU on which nothing computes."""
+    """A holding of a task on a GPU on which nothing computes."""
 
     ledger: DeviceLedger
     holding: Holding
@@ -61,8 +61,8 @@ def held_idle(world: World, fleet: FleetSeen, now: Instant) -> Iterator[Finding]
 
 
 def unused_holdings(world: World, fleet: FleetSeen, now: Instant) -> Iterator[UnusedHolding]:
-    """Yield each holder that has had its GPU for as long as a GPU must be idle: a holder may prepare
-    first."""
+    """Yield each holding on an idle GPU that has lasted for `idle_grace_seconds`. Younger ones are left out,
+    because a holder may prepare its work first."""
     for resource in fleet.idle:
         ledger = world.ledgers.get(DeviceKey(resource.name))
         if ledger is None or ledger.sample is None:
@@ -71,7 +71,7 @@ def unused_holdings(world: World, fleet: FleetSeen, now: Instant) -> Iterator[Un
             task, lease = world.tasks.get(TaskId(holding.lease.holder)), holding.lease
             since = max(resource.since, lease.since)
             is_held = lease.state is LeaseState.HELD and not holding.is_leaving
-            # What a model server takes for itself does not compute; idle work runs where it is idle.
+            # The base cost of a model server does not compute, and idle work runs on idle GPUs.
             if lease.holder_kind is HolderKind.SERVER or lease.priority <= IDLE_TOP:
                 continue
             if task is not None and is_held and now - since >= fleet.idle_grace_seconds:
@@ -79,25 +79,26 @@ def unused_holdings(world: World, fleet: FleetSeen, now: Instant) -> Iterator[Un
 
 
 def held_idle_seconds(world: World, fleet: FleetSeen, now: Instant) -> dict[DeviceKey, Seconds]:
-    """Return for how long a holder has kept each GPU idle; of several holders, the longest."""
-    held: dict[DeviceKey, Seconds] = {}
+    """Return, by device, for how long a holder has kept the GPU without use; with several holders, the
+    longest time."""
+    seconds_by_device: dict[DeviceKey, Seconds] = {}
     for holding in unused_holdings(world, fleet, now):
         key = holding.ledger.device.key
-        held[key] = Seconds(max(held.get(key, 0.0), now - holding.since))
-    return held
+        seconds_by_device[key] = Seconds(max(seconds_by_device.get(key, 0.0), now - holding.since))
+    return seconds_by_device
 
 
 def _finding(world: World, ledger: DeviceLedger, holding: Holding, task: Task, since: Instant) -> Finding:
     assert ledger.sample is not None, "only what is measured is idle"
-    seen, device = world.node_samples.get(ledger.device.node), ledger.device
+    sample, device = world.node_samples.get(ledger.device.node), ledger.device
     evidence: dict[str, str | float] = {
         "task": task.id,
         "held_mb": holding.lease.mb,
         "used_mb": holding.measured_mb,
         "utilization": ledger.sample.utilization or 0.0,
     }
-    if seen is not None:
-        evidence["node_cpu"] = round(seen.cpu, 3)
+    if sample is not None:
+        evidence["node_cpu"] = round(sample.cpu, 3)
     elsewhere = _used_elsewhere(world, ledger, holding)
     is_external = isinstance(task.holder, External)
     if isinstance(task.holder, Model):
@@ -111,7 +112,7 @@ def _finding(world: World, ledger: DeviceLedger, holding: Holding, task: Task, s
         )
         evidence["used_without_lease"] = elsewhere.device.label
         evidence["without_lease_mb"] = _unleased_mb(elsewhere)
-    elif not is_external and seen is not None and seen.cpu >= BUSY_SHARE:
+    elif not is_external and sample is not None and sample.cpu >= BUSY_SHARE:
         kind, remedy = "gpu-held-on-cpu", f"gpubroker stack {task.id}"
         cause = f"{task.name} does not use the GPU, and its node's CPUs are busy: does its model run on them?"
     else:
@@ -132,7 +133,7 @@ def _used_elsewhere(world: World, ledger: DeviceLedger, holding: Holding) -> Dev
 
 
 def _unleased_mb(ledger: DeviceLedger) -> int:
-    """Return the memory in use without a lease, less what the operator has declared and what contexts and the
-    driver take."""
+    """Return the MiB in use without a lease beyond those that the operator has declared. Small amounts count
+    as 0, because contexts and the driver may take them."""
     used_mb = ledger.foreign_mb - ledger.device.declared_foreign_mb
     return used_mb if used_mb > ledger.device.physical_mb // NOISE_DIVISOR else 0

@@ -1,4 +1,4 @@
-"""The machine on which `gpubroker doctor` runs, with or without a service."""
+"""Find faults of the machine on which `gpubroker doctor` runs, with or without a service."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.units import in_gib
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  # the name of a file system
 SOCKET_PATH_BYTES = 107
-"""The longest path of a Unix socket in Linux."""
+"""The most bytes of the path of a Unix socket in Linux."""
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 FREE_BYTES = 2 * 2**30
 FREE_SHARE = 0.05
@@ -21,7 +21,7 @@ class TakenPort(NamedTuple):
     setting: str
     port: int
     holder: str
-    """The process that listens there; empty if this user may not know it."""
+    """The process that listens on the port; empty if this user may not see it."""
 
 
 class Unreached(NamedTuple):
@@ -33,7 +33,7 @@ class Unreached(NamedTuple):
 
 
 class DiskRoom(NamedTuple):
-    """A directory and its file system."""
+    """The room in the file system of a directory."""
 
     path: str
     total_bytes: int
@@ -41,20 +41,20 @@ class DiskRoom(NamedTuple):
 
 
 class MachineSeen(NamedTuple):
-    """Facts that were read of a machine. A part that could not be read is left at its default, from which
-    nothing follows."""
+    """Facts that were read from a machine. A fact that could not be read has its default, from which no
+    finding follows."""
 
     taken_ports: Sequence[TakenPort] = ()
     unreached: Sequence[Unreached] = ()
     open_files: int | None = None
-    """The hard limit; None: none."""
+    """The hard limit of open files; None if there is none."""
     open_files_needed: int = 0
     inotify_used: int = 0
-    """Instances of this user."""
+    """The number of inotify instances of this user."""
     inotify_limit: int = 0
-    """0: not known."""
+    """The limit of inotify instances per user; 0 if it is unknown."""
     shared_memory_mb: int | None = None
-    """Size of /dev/shm; None if it is not there or not needed."""
+    """The size of /dev/shm; None if it does not exist or is not needed."""
     object_store_mb: int = 0
     """The part of the shared memory that Ray's object store takes."""
     ray_temp: DiskRoom | None = None
@@ -63,9 +63,9 @@ class MachineSeen(NamedTuple):
     """The disk of the data directory; None if the directory does not exist yet."""
     data_dir_fault: str = ""
     private_files: Mapping[str, int] = {}
-    """Files with secrets, and their modes."""
+    """Path of each file with secrets -> its mode."""
     versions: Mapping[str, str] = {}
-    """Installed package -> version."""
+    """Installed package -> its version."""
 
 
 def about_machine(seen: MachineSeen) -> Iterator[Finding]:
@@ -163,8 +163,9 @@ def _versions(versions: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def unreachable_service(fault: str, *, has_started: bool, is_refused: bool = False) -> Finding:
-    """`has_started`: with the data directory of this machine's settings; `is_refused`: it does not let this
-    caller in."""
+    """Return the finding that the service was not reached. `has_started` is True if a service has already
+    used the data directory in this machine's settings; `is_refused` is True if the service refuses this
+    caller."""
     severity = Severity.WARNING if has_started else Severity.NOTE
     cause = f"Only this machine was looked at, not the fleet: {fault}."
     remedy = "GPUBROKER_TOKEN=TOKEN_WITH_CLUSTER_READ gpubroker doctor" if is_refused else "gpubroker serve"

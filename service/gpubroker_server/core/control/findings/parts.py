@@ -1,4 +1,4 @@
-"""Findings about parts of the service that do not answer or do not work."""
+"""Find parts of the service that do not answer or do not work."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ from gpubroker_server.core.control.log_growth import LogGrowth
 from gpubroker_server.core.domain.units import MIB_BYTES, Instant, in_gib
 
 _FAULTLESS_STATES = frozenset({"connected", "standby", "unknown"})
-"""The states of an executor in which nothing is known to be wrong with it."""
+"""The states of an executor in which no fault of it is known."""
 
 
 class ServerWay(NamedTuple):
-    """A protocol over which the service cannot use a model server, and why."""
+    """A protocol over which the service cannot use a model server, with the reason."""
 
     server: str
     protocol: str
@@ -25,7 +25,7 @@ class ServerWay(NamedTuple):
 
 
 def unreachable_ray(executor: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if the service cannot reach Ray. `executor`: the mapping that `Executor.status`
+    """Yield a finding if the service cannot reach Ray. `executor` is the mapping that `Executor.status`
     returns."""
     state, address = str(executor.get("state", "unknown")), str(executor.get("address") or "")
     fault = str(executor.get("head_fault") or "")
@@ -40,13 +40,13 @@ def unreachable_servers(ways: Iterable[ServerWay]) -> Iterator[Finding]:
     for way in ways:
         cause = f"Model server {way.server} does not answer over {way.protocol}: {way.fault}."
         remedy = "gpubroker stats; then look at the server's log and at triton.servers in the settings"
-        found = critical if way.is_only_way else warning
-        one = found("model-server-unreachable", f"{way.server} ({way.protocol})", cause, remedy)
-        yield replace(one, first_seen=way.since)
+        make_finding = critical if way.is_only_way else warning
+        finding = make_finding("model-server-unreachable", f"{way.server} ({way.protocol})", cause, remedy)
+        yield replace(finding, first_seen=way.since)
 
 
 def unauthorized_servers(ways: Iterable[ServerWay]) -> Iterator[Finding]:
-    """Yield a finding for each server that refuses the service's own credentials. The `fault` of a way is the
+    """Yield a finding for each server that refuses the service's own credentials. `ServerWay.fault` is the
     server's refusal."""
     for way in ways:
         cause = f"Model server {way.server} refuses the service itself over {way.protocol}: {way.fault}."
@@ -66,13 +66,13 @@ def unreachable_database(age_seconds: float, is_stale: bool, now: Instant) -> It
         cause = "This process has not heard from the database for too long; all that it reports is old."
         remedy = "start the database, or correct database_url; /readyz says which part does not answer"
         evidence = {"age_seconds": round(age_seconds, 1)}
-        found = critical("database-unreachable", "database", cause, remedy, evidence)
-        yield replace(found, first_seen=Instant(now - age_seconds))
+        finding = critical("database-unreachable", "database", cause, remedy, evidence)
+        yield replace(finding, first_seen=Instant(now - age_seconds))
 
 
 def full_service_disk(fault: str) -> Iterator[Finding]:
-    """Yield a finding if the disk of the process that answers is full. `fault` says which one; empty if it is
-    not full."""
+    """Yield a finding if a disk of the process that answers is full. `fault` says which disk; it is empty if
+    none is full."""
     if fault:
         cause = f"Nothing is accepted: {fault}."
         remedy = "make room there: df -h"
@@ -91,5 +91,5 @@ def growing_database_log(log: LogGrowth | None, now: Instant) -> Iterator[Findin
             "slot_name, active FROM pg_replication_slots, and drop the slot that nothing reads"
         )
         evidence = {"size_bytes": log.size_bytes, "grown_bytes": log.grown_bytes}
-        found = warning("database-log-grows", "database", cause, remedy, evidence)
-        yield replace(found, first_seen=log.since)
+        finding = warning("database-log-grows", "database", cause, remedy, evidence)
+        yield replace(finding, first_seen=log.since)

@@ -1,4 +1,4 @@
-"""Work that waits in vain, fails again and again, starts slowly, or is badly spread."""
+"""Find work that waits in vain, fails again and again, starts slowly, or is badly spread."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -15,18 +15,19 @@ from gpubroker_server.core.domain.units import Instant, NodeName, in_time
 from gpubroker_server.core.world.world import World
 
 FREE_SHARE = 0.1
-"""The share of a GPU's memory that is free: above it, memory is not what keeps work out."""
+"""The free share of a node's GPU memory above which waiting work is not kept out by memory."""
 BUSY_NETWORK, BUSY_GPU = 0.9, 0.5
 BUSY_CORE_PERCENT = 80.0
-"""Python computes on one core of a process."""
+"""The CPU use of a worker, in percent of one core, from which it is busy. A Python process computes on about
+one core."""
 LONELY_SHARE = 0.9
-"""The share of the work of all nodes that one node holds: above it, that node has all the work."""
+"""The share of the work of all nodes from which one node counts as having all the work."""
 FEWEST_HOLDERS = 4
-"""The number of holders from which their being on one node is no longer chance."""
+"""The number of holders on one node from which their concentration is no longer chance."""
 
 
 class StuckTask(NamedTuple):
-    """A task that nothing but a change will start."""
+    """A task that will not start without a change."""
 
     task: Task
     why: str
@@ -69,26 +70,26 @@ def all_on_one_node(world: World) -> Iterator[Finding]:
     """Yield a finding if one of several open nodes has all the work while tasks wait. Work is leased GPU
     memory, or CPUs where no GPU is leased."""
     open_nodes = [node.name for node in world.nodes.values() if node.ready and not node.cordoned]
-    held = {name: _leased(world, name) for name in open_nodes if world.by_node.get(name)}
-    if not any(amount for amount, _ in held.values()):
-        held = {name: (world.use[name].cpu, world.use[name].runs) for name in open_nodes}
-    total = sum(amount for amount, _ in held.values())
-    if len(held) < 2 or not total or not world.queue.groups:
+    work_of = {name: _leased(world, name) for name in open_nodes if world.by_node.get(name)}
+    if not any(amount for amount, _ in work_of.values()):
+        work_of = {name: (world.use[name].cpu, world.use[name].runs) for name in open_nodes}
+    total = sum(amount for amount, _ in work_of.values())
+    if len(work_of) < 2 or not total or not world.queue.groups:
         return
-    fullest = max(held, key=lambda name: (held[name], name))
-    amount, holders = held[fullest]
-    others = [name for name in held if name != fullest]
+    fullest = max(work_of, key=lambda name: (work_of[name], name))
+    amount, holders = work_of[fullest]
+    others = [name for name in work_of if name != fullest]
     if amount < LONELY_SHARE * total or holders < FEWEST_HOLDERS:
         return
     waiting = sum(map(len, world.queue.groups.values()))
     cause = f"{fullest} has all the work and tasks wait, although {len(others)} other nodes take tasks."
     remedy = "gpubroker ps --state pending, then gpubroker explain TASK: what keeps it from the other nodes?"
-    evidence = {"share": round(amount / total, 3), "nodes": len(held), "waiting": waiting}
+    evidence = {"share": round(amount / total, 3), "nodes": len(work_of), "waiting": waiting}
     yield warning("all-on-one-node", fullest, cause, remedy, evidence)
 
 
 def _leased(world: World, node: NodeName) -> tuple[float, int]:
-    """MiB, and how many leases."""
+    """Return (leased MiB, number of leases) of the node's GPUs."""
     ledgers = [world.ledgers[key] for key in world.by_node[node]]
     return sum(ledger.leased_mb() for ledger in ledgers), sum(len(ledger.holdings) for ledger in ledgers)
 
@@ -110,19 +111,20 @@ def slow_starts(world: World, now: Instant) -> Iterator[Finding]:
             "raise ray.spares (processes kept ready), and look at the node's disk and CPU: gpubroker nodes"
         )
         evidence: dict[str, str | float] = {"runs": len(starts), "longest_seconds": round(max(starts), 1)}
-        seen = world.node_samples.get(node)
-        if seen is not None and seen.cpu >= BUSY_CPU:
+        sample = world.node_samples.get(node)
+        if sample is not None and sample.cpu >= BUSY_CPU:
             # Processes that are kept ready would have to start there as well.
             cause += " Its CPUs are busy."
             remedy = (
                 f"let fewer runs share the node (lower ray.max_runs or ray.cpu), or gpubroker cordon {node}"
             )
-            evidence["cpu"] = round(seen.cpu, 3)
+            evidence["cpu"] = round(sample.cpu, 3)
         yield warning("slow-starts", node, cause, remedy, evidence)
 
 
 def _start_seconds(task: Task, now: Instant) -> float:
-    """0 if it did not start lately, or if no process of ours has to start for it."""
+    """Return how long the task's process takes, or lately took, to start; 0 if it did not start lately, or if
+    no node agent starts a single process for it."""
     ordered_at = task.ordered_at or task.admitted_at
     # A gang starts when the last of its ranks is ready.
     if not isinstance(task.holder, (Run, WorkerSeat)) or ordered_at is None:
@@ -135,7 +137,7 @@ def _start_seconds(task: Task, now: Instant) -> float:
 
 
 def bottlenecks(world: World, policy: Policy, now: Instant) -> Iterator[Finding]:
-    """Yield a finding for everything but GPU memory that keeps work out or keeps GPUs from working."""
+    """Yield a finding for each resource, other than GPU memory, that keeps work waiting or GPUs idle."""
     for node in world.nodes.values():
         if node.ready:
             yield from _of_node(world, node, policy, now)
@@ -163,32 +165,34 @@ def _of_node(world: World, node: Node, policy: Policy, now: Instant) -> Iterator
             cause = f"GPU memory is free on {node.name}, but runs were given all its {node.cpu:g} CPUs."
             remedy = "gpubroker submit --cpu: ask for fewer, or gpubroker profiles: lower the default"
             yield warning("cpus-used-up", node.name, cause, remedy, evidence)
-    seen, period = world.node_samples.get(node.name), policy.sample_period_seconds
-    if seen is None or seen.is_stale(now, period):
+    sample, period = world.node_samples.get(node.name), policy.sample_period_seconds
+    if sample is None or sample.is_stale(now, period):
         return
-    held = [ledger for ledger in ledgers if ledger.leased_mb() and not ledger.is_stale(now, period)]
+    leased = [ledger for ledger in ledgers if ledger.leased_mb() and not ledger.is_stale(now, period)]
     used = [
         ledger.sample.utilization
-        for ledger in held
+        for ledger in leased
         if ledger.sample and ledger.sample.utilization is not None
     ]
     if used and (mean := sum(used) / len(used)) < BUSY_GPU:
-        yield from _slowed_down(node.name, seen, mean)
+        yield from _slowed_down(node.name, sample, mean)
 
 
-def _slowed_down(node: NodeName, seen: NodeSample, gpu_utilization: float) -> Iterator[Finding]:
-    """Yield a finding for everything that the node's leased GPUs wait for."""
-    used = {"gpu_utilization": round(gpu_utilization, 3)}
-    if seen.cpu >= BUSY_CPU:
+def _slowed_down(node: NodeName, sample: NodeSample, gpu_utilization: float) -> Iterator[Finding]:
+    """Yield a finding for each resource for which the node's leased GPUs wait."""
+    evidence = {"gpu_utilization": round(gpu_utilization, 3)}
+    if sample.cpu >= BUSY_CPU:
         cause = f"The CPUs of {node} are busy and its GPUs wait for them."
         remedy = f"gpubroker cordon {node}, or submit with more CPUs each (--cpu): fewer runs share them"
-        yield warning("cpu-bottleneck", node, cause, remedy, {"cpu": round(seen.cpu, 3), **used})
-    if seen.network is not None and seen.network >= BUSY_NETWORK:
+        yield warning("cpu-bottleneck", node, cause, remedy, {"cpu": round(sample.cpu, 3), **evidence})
+    if sample.network is not None and sample.network >= BUSY_NETWORK:
         cause = f"The network of {node} is busy and its GPUs wait for it."
         remedy = (
             f"keep what runs on {node} reads on its own disks; gpubroker cordon {node}: fewer runs share it"
         )
-        yield warning("network-bottleneck", node, cause, remedy, {"network": round(seen.network, 3), **used})
+        yield warning(
+            "network-bottleneck", node, cause, remedy, {"network": round(sample.network, 3), **evidence}
+        )
 
 
 def calls_wait(sets: Sequence[WaitingCalls]) -> Iterator[Finding]:
