@@ -85,7 +85,7 @@ async def cancel_selected(caller: Caller, parts: Parts, body: JsonBody[CancelSel
         await parts.requests.ask_many(asked, tenant, "cancel", {**fields, "by": caller.name})
     now = Counter() if body.dry_run else await _states(store, asked)
     over = sum(now[state] for state in TERMINAL - {TaskState.CANCELLED})
-    found = Cancelled(
+    counted = Cancelled(
         matched=len(matched[:MAX_SELECTED]),
         waiting=len(waiting[:MAX_SELECTED]),
         started=len(asked[len(waiting) :]),
@@ -95,12 +95,12 @@ async def cancel_selected(caller: Caller, parts: Parts, body: JsonBody[CancelSel
         stored=sum(now[state] for state in _TO_BE_CANCELLED),
         has_more=len(matched) > MAX_SELECTED,
     )
-    return answer(found, 202 if found.stored else 200)
+    return answer(counted, 202 if counted.stored else 200)
 
 
 async def _states(store: TaskStore, tasks: Sequence[TaskId]) -> Counter[TaskState]:
     counts: Counter[TaskState] = Counter()
     for start in range(0, len(tasks), MAX_STANDS):
-        found = await store.states(tasks[start : start + MAX_STANDS])
-        counts.update(stored.state for stored in found.values())
+        states = await store.states(tasks[start : start + MAX_STANDS])
+        counts.update(stored.state for stored in states.values())
     return counts

@@ -1,4 +1,4 @@
-"""Retry: a new task that runs what an ended one ran."""
+"""The route that retries an ended task, as a new task with the same run."""
 
 from functools import partial
 
@@ -42,7 +42,8 @@ async def retry_task(
 
 
 async def _again(submissions: Submissions, identity: Identity, record: TaskRecord) -> AdmittedTask:
-    """Admit the same again. Raises Problem."""
+    """Return the admitted task that repeats an ended one. Raises Problem if the task cannot be retried or is
+    refused."""
     old = record.task
     if old.holder == WorkerSeat(old.id):
         detail = f"{old.id} is an array: POST /arrays/{old.id}/retry does its failed items again"
