@@ -1,4 +1,4 @@
-"""The core's findings about a task, as far as the holder of a token may see them."""
+"""The view of the core's findings about a task, limited to what the holder of a token may see."""
 
 from typing import Any
 
@@ -44,13 +44,13 @@ NO_ADVICE: dict[str, Any] = {"start": None, "start_record": None, "preemption": 
 
 
 def viewpoint(parts: Parts, viewer: Identity) -> "Viewpoint":
-    """Return the viewpoint of a request. Raises Problem follower-stale."""
+    """Return the viewpoint of a request. Raises Problem follower-stale if the World is too old."""
     return Viewpoint(parts.world, viewer, parts.clock.now(), parts.freshness.moment())
 
 
 class Viewpoint(Struct, frozen=True):
-    """The World, and the caller to whom it is shown. Other tenants' runs have no name, unless the token is an
-    admin's."""
+    """The World, and the caller to whom it is shown. Runs of other tenants are shown without id and name,
+    unless the token has the scope admin."""
 
     world: World
     viewer: Identity
@@ -60,8 +60,8 @@ class Viewpoint(Struct, frozen=True):
     def outlook(
         self, found: Explanation, advice: Advice | None = None, start: ExpectedStart | None = None
     ) -> dict[str, Any]:
-        """Return the fields that explanations and simulations have in common. `start` is for tasks without
-        advice."""
+        """Return the fields that explanations and simulations have in common. `start` is the expected start
+        of a task without advice."""
         expected = self.expected(start if advice is None else advice.start)
         records = () if expected is None else forecasts_views(self.world)
         return {

@@ -1,4 +1,4 @@
-"""Wait for the end of a task, and fetch what it left."""
+"""Routes that wait for the end of a task and return its result."""
 
 from typing import Annotated
 
@@ -85,13 +85,13 @@ async def get_result(call: Call, parts: Parts, task_id: str) -> Response:
 
 
 async def _outcome_of_whole(parts: Parts, whole: Whole) -> Response:
-    """Return the outcome of an array or a set as a whole. Raises Problem task-not-finished while a worker is
-    left."""
+    """Return the outcome of an array or a worker set as a whole. Raises Problem task-not-finished while one
+    of its workers has not ended."""
     records, task = parts.records, whole.first.task
     standing = await standing_of(records.store, whole)
     if standing.left:
         raise Problem("task-not-finished", task=task.id, state=standing.state)
-    # The end of one log of several would pass for that of all.
+    # With several workers the end of one log would be mistaken for the end of all logs.
     stored = await records.store.result(task.id) if len(whole.workers) == 1 else None
     outcome = Outcome(
         id=task.id,

@@ -106,8 +106,8 @@ async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query
 
 
 def _ends(states: Sequence[TaskState]) -> Sequence[TaskState]:
-    """Return those of these states, or of all if none are given, that are final. Raises Problem if none
-    is."""
+    """Return the terminal states among `states`, or all terminal states if `states` is empty. Raises Problem
+    if none of `states` is terminal."""
     ends = tuple(state for state in states or TaskState if state.is_terminal)
     if not ends:
         named = ", ".join(states)
@@ -188,14 +188,14 @@ async def change_task(call: Call, parts: Parts, task_id: str, body: JsonBody[Cha
     _check_changeable(task, changed)
     settled = await parts.requests.ask(task.id, task.tenant, "change", changed)
     record = await parts.records.reread(record)
-    if settled:  # the task may have started or ended before the leader decided
+    if settled:  # The task may have started or ended before the leader decided.
         _check_changeable(record.task, _not_changed(record.task, changed))
     return await _answer(parts, record, 200 if settled else 202)
 
 
 async def _change_whole(parts: Parts, whole: Whole, changed: dict[str, Any]) -> Response:
-    """Change all workers that have not ended. Raises Problem if it is too late for one of the changes, and
-    for holding a worker set."""
+    """Change all workers of an array or a worker set that have not ended. Raises Problem if it is too late
+    for one of the changes, or if a worker set is to be held."""
     task, standing = whole.first.task, await standing_of(parts.records.store, whole)
     if "held" in changed and not whole.is_array:
         detail = "a worker set holds the workers that are not wanted; PATCH /worker-sets/{id} scales it"
@@ -213,7 +213,8 @@ async def _change_whole(parts: Parts, whole: Whole, changed: dict[str, Any]) -> 
 
 
 def _check_changeable(task: Task, changes: Mapping[str, Any]) -> None:
-    """Check that it is not too late for one of the changes. Raises Problem."""
+    """Check that the state of the task allows the changes. Raises Problem task-already-finished or
+    task-not-pending."""
     if changes and task.is_terminal:
         raise Problem("task-already-finished", task=task.id, state=task.state)
     pending_only = sorted(changes.keys() - {"priority"})
@@ -222,7 +223,8 @@ def _check_changeable(task: Task, changes: Mapping[str, Any]) -> None:
 
 
 def _not_changed(task: Task, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A start time that is over leaves no trace."""
+    """Return the changes that the task does not show. A start time is left out, because a task no longer
+    shows one that has passed."""
     return {
         name: value
         for name, value in changes.items()

@@ -1,4 +1,4 @@
-"""The stacks of a running task's Python threads."""
+"""The route that reads the stacks of a running task's Python threads."""
 
 import json
 from typing import Annotated
@@ -26,7 +26,7 @@ class StackQuery(WorkerQuery):
 
 
 WAIT_SECONDS = Seconds(STACK_SECONDS + 2.0)
-"""The leader gives the agent a little less."""
+"""How long a request waits for the leader, which itself waits for the agent a little less."""
 
 
 @resource.route(

@@ -82,8 +82,8 @@ async def submit_worker_set(
         worker = submission_of(with_roles(body, submissions.defaults), caller.tenant)
         named = dict(objects_in_run(worker.spec))
         for name, role in body.colocate_with.items():
-            found = objects_in_arguments(arguments_of(role.run))
-            named |= {f"/colocate_with/{name}{place}": id for place, id in found.items()}
+            of_role = objects_in_arguments(arguments_of(role.run))
+            named |= {f"/colocate_with/{name}{place}": id for place, id in of_role.items()}
         return await new_worker_set(submissions, caller, body, worker, named)
 
     first_worker, is_new = await submissions.batch_once(call, idempotency_key, "worker set", new)
@@ -155,7 +155,7 @@ async def scale_worker_set(
         detail = NEEDS_ONE
     if detail:
         raise invalid(Fault(pointer="", detail=detail, code="contradiction"))
-    # Only what was given: the set may have changed since this process last read it.
+    # Only the requested fields are sent, because the set may have changed since this process read it.
     done = await parts.requests.ask(workers.id, workers.tenant, "scale", fields)
     return answer(_shown(await _find(caller, parts, set_id), parts.world), 200 if done else 202)
 
@@ -228,21 +228,23 @@ def _shown(workers: WorkerSet, world: World) -> Shown:
 
 
 async def _find(caller: Caller, parts: Parts, set_id: str) -> WorkerSet:
-    """Return a worker set, by its id or that of any of its workers. Raises Problem not-found, also for one
-    that the token may not see."""
+    """Return the worker set with this id, or the one that has a worker with this id. Raises Problem not-found
+    if there is none that the token may see."""
     workers = parts.world.worker_sets.of(TaskId(set_id))
     if workers is None and is_task_id(set_id):
         record = await parts.submissions.store.record(TaskId(set_id))
         seat = None if record is None else record.spec.seat
         text = await parts.submissions.store.batch_answer(TaskId(set_id) if seat is None else seat.id)
-        kept = json.loads(text) if text else {}
-        workers = worker_set_from(kept["worker_set"]) if "worker_set" in kept else None
+        stored = json.loads(text) if text else {}
+        workers = worker_set_from(stored["worker_set"]) if "worker_set" in stored else None
     if workers is None or not caller.may_see(workers.tenant):
         raise Problem("not-found", f'there is no worker set "{set_id[:100]}"')
     return workers
 
 
 async def find_to_change(caller: Caller, parts: Parts, set_id: str, action: str) -> WorkerSet:
+    """Return a worker set as `_find` does. If it belongs to another tenant, `action` is written to the audit
+    log."""
     workers = await _find(caller, parts, set_id)
     if workers.tenant != caller.tenant:
         about = {"tenant": workers.tenant, "action": action, "subject": workers.id}
