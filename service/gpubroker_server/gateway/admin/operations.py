@@ -1,4 +1,4 @@
-"""Routes for operators of the service: health, readiness, metrics, shutdown."""
+"""Routes for operators of the service: health, readiness, metrics and shutdown."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ resource = Resource("operations")
 
 OK = "ok"
 _READY = frozenset({"connected", "standby"})
-"""States of an executor that takes orders, or will as soon as this process leads."""
+"""The states of an executor that takes orders, or that will take orders as soon as this process leads."""
 STORE_TIMEOUT_SECONDS = 2.0
 
 
@@ -112,7 +112,7 @@ async def shut_down(
     HTTP has no local cluster, and answers so."""
     stop_cluster = body.stop_cluster and parts.has_executor
     subject = "everything" if stop_cluster else "service"
-    with contextlib.suppress(StoreUnavailable):  # must not keep the service from stopping
+    with contextlib.suppress(StoreUnavailable):  # The service must stop even without the record.
         await parts.store.audit(by=caller.name, tenant=caller.tenant, action="shutdown", subject=subject)
     parts.shutdown(stop_cluster)
     return answer(Stopping(True, stop_cluster), 202)

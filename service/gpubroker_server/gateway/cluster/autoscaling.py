@@ -1,5 +1,5 @@
-"""Routes for autoscalers: the demand that waiting tasks lack, the demand of all tasks together, and the nodes
-that could be given back."""
+"""The route for autoscalers: the demand that waiting tasks lack, the demand of all tasks together, and the
+nodes that could be given back."""
 
 from typing import Annotated
 
@@ -47,21 +47,21 @@ async def get_demand(parts: Parts, query: Annotated[AutoscalingQuery, Query()]) 
     gangs lack their missing ranks. `gpus` counts parts of GPUs by how many fit on one of the kind that suits
     them best.
     """
-    pools = [known.name for known in parts.policy.pools]
+    pools = [pool.name for pool in parts.policy.pools]
     if query.pool and query.pool not in pools:
         detail = f"there is no pool {query.pool!r}; configured are: {', '.join(pools) or 'none'}"
         raise invalid(Fault(pointer="query:pool", detail=detail, code="unknown-pool"))
     scope = DemandScope(query.pool, query.kind, Seconds(query.waited_seconds))
-    found = autoscaling_demand(parts.world, parts.policy, parts.clock.now(), scope)
-    waited_seconds = max((group.waiting_seconds for group in found.unmet), default=0.0)
+    demand = autoscaling_demand(parts.world, parts.policy, parts.clock.now(), scope)
+    waited_seconds = max((group.waiting_seconds for group in demand.unmet), default=0.0)
     return answer(
         AutoscalingDemand(
             **parts.freshness.moment(),
-            unmet=Unmet(**asdict(found.lacking), tasks=found.tasks, waiting_seconds=waited_seconds),
-            used=found.used,
-            needed=plus(found.used, found.lacking),
-            groups=found.unmet,
-            limited_tasks=found.limited_tasks,
-            spare=Spare(**asdict(total_of(found.spare)), nodes=found.spare),
+            unmet=Unmet(**asdict(demand.lacking), tasks=demand.tasks, waiting_seconds=waited_seconds),
+            used=demand.used,
+            needed=plus(demand.used, demand.lacking),
+            groups=demand.unmet,
+            limited_tasks=demand.limited_tasks,
+            spare=Spare(**asdict(total_of(demand.spare)), nodes=demand.spare),
         )
     )

@@ -1,4 +1,5 @@
-"""The disks of nodes: how full they are, and which files below the operator's roots may go."""
+"""Routes about the disks of nodes: how full they are, and which files below the operator's roots may be
+deleted."""
 
 import json
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ from gpubroker_server.http.routing import Caller, Resource, answer
 resource = Resource("cluster")
 
 WAIT_SECONDS = Seconds(25.0)
-"""A look may take longer, and goes on then."""
+"""How long a request waits for the node agent, which may take longer and then goes on."""
 
 
 class CleanNode(Body):

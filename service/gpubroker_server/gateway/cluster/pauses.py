@@ -1,4 +1,4 @@
-"""Pause the queue of a tenant or of a work stream, and resume it."""
+"""Routes that pause and resume the queue of a tenant or of a work stream."""
 
 from collections import Counter
 
@@ -67,21 +67,24 @@ async def resume_stream(caller: Caller, parts: Parts, name: str, body: Why = _NO
 
 
 def _check_tenant(parts: Parts, name: str) -> None:
-    """Refuse an unknown tenant, unless it is paused: a pause can always be ended. Raises Problem."""
+    """Check that the tenant is known or paused, because a pause can always be ended. Raises Problem
+    not-found."""
     fault = unknown_tenant(name, parts.world, parts.policy, parts.tokens)
     if fault and f"tenant:{name}" not in parts.world.queue.pauses:
         raise Problem("not-found", fault)
 
 
 def _check_stream(parts: Parts, name: str) -> None:
-    """Refuse an unknown work stream, unless it is paused. Raises Problem."""
+    """Check that the work stream is known or paused, because a pause can always be ended. Raises Problem
+    not-found."""
     fault = unknown_stream(name, parts.world, parts.policy)
     if fault and f"stream:{name}" not in parts.world.queue.pauses:
         raise Problem("not-found", fault)
 
 
 async def _changed(caller: Caller, parts: Parts, queue: str, body: ChangePause, *, pauses: bool) -> Response:
-    """Ask the leader, which ignores what is so already: another gateway may just have changed it."""
+    """Ask the leader to pause or resume a queue, and return the answer. The leader ignores a request for the
+    state that the queue has, because another gateway may just have changed it."""
     fields = {"queue": queue, "by": caller.name, "reason": body.reason}
     settled = await parts.requests.ask(SUBJECT, caller.tenant, "pause" if pauses else "unpause", fields)
     paused = next((pause for pause in paused_queues(parts.world) if pause.queue == queue), None)
@@ -89,7 +92,7 @@ async def _changed(caller: Caller, parts: Parts, queue: str, body: ChangePause, 
 
 
 def paused_queues(world: World) -> list[Paused]:
-    """Return all paused queues by name. Goes once through all paused tasks."""
+    """Return all paused queues by name. This iterates once over all paused tasks."""
     waiting = Counter(world.queue.pause_of(world.tasks[task]) for task in world.queue.paused)
     return [
         Paused(pause.queue, Time.at(pause.at), pause.actor, pause.reason, waiting[pause])

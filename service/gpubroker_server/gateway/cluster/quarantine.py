@@ -1,4 +1,5 @@
-"""Things that wait for an operator's statement: memory in quarantine, and silent nodes that are held back."""
+"""Routes by which an operator states that the holder of quarantined memory is gone, or that silent nodes are
+lost."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -47,7 +48,7 @@ class ReleaseQuarantine(Body):
     ] = Field(default_factory=list)
 
     def includes(self, run: Quarantined) -> bool:
-        """True if the statement is about this run, on whichever devices."""
+        """Return True if the statement is about this run, whatever its devices are."""
         return (not self.attempts or run.attempt in self.attempts) and (
             not self.ranks or run.rank in self.ranks
         )
@@ -125,7 +126,7 @@ def _stated_leases(caller: Caller, parts: Parts, holder_id: str, body: ReleaseQu
 
 
 def _shown(viewer: Identity, parts: Parts, holder: str | None = None) -> tuple[ShownQuarantined, ...]:
-    """Return the quarantine of one holder, or of all."""
+    """Return the views of the quarantined memory of one holder, or of all holders if `holder` is None."""
     world = parts.world
     return tuple(
         quarantined_view(world, run, named=_may_release(viewer, run.tenant))
@@ -134,7 +135,8 @@ def _shown(viewer: Identity, parts: Parts, holder: str | None = None) -> tuple[S
 
 
 def _may_release(viewer: Identity, tenant: str) -> bool:
-    """An operator must see the names of other tenants' holders, to look after them."""
+    """Return True if the token may release memory of the tenant. An operator also sees the names of other
+    tenants' holders, in order to check on their processes."""
     return viewer.may_see(tenant) or viewer.may(Scope.CLUSTER_WRITE)
 
 

@@ -1,4 +1,4 @@
-"""Targets of the fleet, what holds background work back, and what keeps new work out."""
+"""The route that lists the targets of the fleet, and the measures for which new work is refused."""
 
 from fastapi import Response
 from gpubroker.wire.answered import Time

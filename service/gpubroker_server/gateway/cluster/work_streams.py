@@ -1,4 +1,4 @@
-"""Work streams: what operators and clients tell of them, what each counts now, and draws among them."""
+"""Routes of work streams: their weights and signals, and draws among them."""
 
 import secrets
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ from gpubroker_server.http.times import GivenTime
 resource = Resource("cluster")
 
 LARGEST = 1e12
-"""The largest progress: far beyond every score, and far from what a float cannot hold."""
+"""The largest absolute value of progress. It is far beyond every score, and a float holds it."""
 
 SEEDS = 2**53
-"""The upper bound of seeds. Whole numbers below it are exact in every client."""
+"""The upper bound of seeds. Every client represents whole numbers below it exactly."""
 
 
 class PutStream(Body):
@@ -91,7 +91,7 @@ async def draw_stream(parts: Parts, body: JsonBody[DrawStream] = _DRAW) -> Respo
     parts.freshness.moment()
     streams = parts.world.streams
     seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
-    number = Random(seed).random()  # noqa: S311  # not a secret: the seed is answered
+    number = Random(seed).random()  # noqa: S311  # The number is no secret: the answer has the seed.
     draw = drawn(_draws(parts, streams), number)
     if draw is None:
         raise Problem("not-found", "there is no work stream, or all are paused: see GET /streams")
@@ -144,7 +144,8 @@ async def delete_stream(caller: Caller, parts: Parts, name: str) -> Response:
 
 
 def _draws(parts: Parts, told: Mapping[str, StreamState]) -> list[Draw]:
-    """The chance of each work stream, by name."""
+    """Return the probability of each work stream to be drawn, by name. `told` maps a name to what clients
+    have told of the stream."""
     policy, pauses = parts.policy, parts.world.queue.pauses
     streams = known_streams(policy.streams, told)
     paused = {name for name in streams if f"stream:{name}" in pauses}
@@ -152,11 +153,11 @@ def _draws(parts: Parts, told: Mapping[str, StreamState]) -> list[Draw]:
 
 
 def _named(parts: Parts, told: Mapping[str, StreamState], name: str) -> WorkStream:
-    """Return the stream of this name. Raises Problem if there is none."""
-    found = [draw for draw in _draws(parts, told) if draw.name == name]
-    if not found:
+    """Return the view of the work stream with this name. Raises Problem not-found if there is none."""
+    matching = [draw for draw in _draws(parts, told) if draw.name == name]
+    if not matching:
         raise Problem("not-found", unknown_stream(name, parts.world, parts.policy))
-    return _shown(parts, told, found[0])
+    return _shown(parts, told, matching[0])
 
 
 def _shown(parts: Parts, told: Mapping[str, StreamState], draw: Draw) -> WorkStream:

@@ -1,4 +1,4 @@
-"""External leases: request, list, wait, renew, release."""
+"""Routes that request, list, renew and release external leases, and wait for them."""
 
 from typing import Annotated, Any, Literal
 
@@ -187,8 +187,8 @@ async def release_lease(caller: Caller, parts: Parts, lease_id: str) -> Response
 
 
 async def _find_lease(caller: Caller, parts: Parts, lease_id: str, action: str = "") -> TaskRecord:
-    """Return the lease. Raises Problem not-found, also for a task that is not a lease. `action`: is audited
-    if the lease is another tenant's."""
+    """Return the record of a lease. `action` is written to the audit log if the lease belongs to another
+    tenant. Raises Problem not-found, also for a task that is not a lease."""
     record = await parts.records.find(caller, lease_id, "lease")
     if not isinstance(record.task.holder, External):
         raise Problem("not-found", f'"{lease_id[:100]}" is a task; GET /leases lists your leases')
