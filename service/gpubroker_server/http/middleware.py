@@ -195,14 +195,14 @@ class RequestMiddleware:
         method, path = scope["method"], scope["path"]
         routes = [route for route in self._router.routes if isinstance(route, Route)]
         here = [route for route in routes if route.path_regex.match(path)]
-        known = {method for route in here for method in route.methods or ()}
+        methods = {method for route in here for method in route.methods or ()}
         if not here:
             prefix = current_prefix.get()
             if prefix and path.startswith(f"{prefix}/"):
                 detail = f"there is nothing at {path[:200]}: have the proxy take {prefix} off the path"
                 return Problem("not-found", detail)
             return Problem("not-found", f"there is nothing at {path[:200]}; /openapi.json lists all paths")
-        allowed = ", ".join(sorted(known | {"HEAD"} if "GET" in known else known))
+        allowed = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
         return Problem(
             "method-not-allowed", headers={"Allow": allowed}, path=path, method=method, allowed=allowed
         )

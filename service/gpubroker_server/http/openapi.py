@@ -101,10 +101,10 @@ def _require_what_is_always_written(schema: dict[str, Any]) -> None:
 
 
 def _states_in(kind: type[KnownState]) -> dict[str, Any]:
-    known = [state.value for state in kind if state.value != "unknown"]
+    values = [state.value for state in kind if state.value != "unknown"]
     if issubclass(kind, SettledState):
-        return {"type": "string", "enum": known}
-    return {"description": f"{', '.join(known)}.", "type": "string"}
+        return {"type": "string", "enum": values}
+    return {"description": f"{', '.join(values)}.", "type": "string"}
 
 
 def _with_states(schema: Any, states: Mapping[str, dict[str, Any]]) -> Any:

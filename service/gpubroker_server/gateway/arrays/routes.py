@@ -90,7 +90,7 @@ async def submit_array(
 
 @resource.route("GET /arrays/{array_id}", "arrays_get", Scope.TASKS_READ, Array, "not-found")
 async def get_array(caller: Caller, parts: Parts, array_id: str) -> Response:
-    """Read how far an array is."""
+    """Read the state and progress of an array."""
     return answer(await _shown(parts, await _find(caller, parts, array_id)))
 
 
@@ -105,7 +105,7 @@ async def get_array(caller: Caller, parts: Parts, array_id: str) -> Response:
 async def get_items(
     caller: Caller, parts: Parts, array_id: str, query: Annotated[ItemQuery, QueryMark()]
 ) -> Response:
-    """Fetch the results of items that are done: result or error, and how long each took."""
+    """Fetch the results of items that are done: the result or the error of each, and how long it took."""
     terms = await _find(caller, parts, array_id)
     submissions = parts.submissions
     answered = await lines_of_items(submissions.store, submissions.blobs, terms.id, query)
@@ -127,7 +127,7 @@ async def get_items(
     response_description="Stored. Workers that run have their notice; results stay.",
 )
 async def cancel_array(caller: Caller, parts: Parts, array_id: str) -> Response:
-    """Cancel what is left of an array."""
+    """Cancel the workers of an array that have not ended."""
     terms = await _find_to_change(caller, parts, array_id, "array.cancel")
     states = await parts.submissions.store.states(terms.workers)
     left = [worker for worker, stored in states.items() if not stored.state.is_terminal]
@@ -148,7 +148,7 @@ async def cancel_array(caller: Caller, parts: Parts, array_id: str) -> Response:
 async def retry_array(
     call: Call, parts: Parts, array_id: str, idempotency_key: IdempotencyKey = None
 ) -> Response:
-    """Do the items of an ended array again that failed or were left, as a new array.
+    """Retry the items of an ended array that failed or were not done, as a new array.
 
     Items keep their numbers.
     """

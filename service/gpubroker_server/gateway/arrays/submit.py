@@ -74,8 +74,8 @@ class PickledItems(Body):
 class SubmitArray(SubmitTask):
     """One function or command for many items, and what each of its workers needs.
 
-    A function gets the item as its first argument, before `args`. In a command each `{}` is replaced by the
-    item, also inside a word; without any, the item is the last word.
+    A function gets the item as its first argument, before `args`. In a command the item replaces each `{}`,
+    also inside a word. If a command has no `{}`, the item becomes its last word.
     """
 
     items: Annotated[

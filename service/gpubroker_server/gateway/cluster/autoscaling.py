@@ -43,9 +43,9 @@ async def get_demand(parts: Parts, query: Annotated[AutoscalingQuery, Query()]) 
     """Read what an autoscaler needs: what waiting tasks lack and for how long, what all tasks need together,
     and what could be given back.
 
-    Tasks that are held, wait for others, or have memory being freed for them, lack nothing; running elastic
-    gangs lack their missing ranks. `gpus` counts parts of GPUs by how many fit on one of the kind that suits
-    them best.
+    Tasks that are held, that wait for other tasks, or for which memory is being freed lack nothing. Running
+    elastic gangs lack their missing ranks. In `gpus`, a part of a GPU counts as 1/n, where n such parts fit
+    on one GPU of the kind that suits them best.
     """
     pools = [pool.name for pool in parts.policy.pools]
     if query.pool and query.pool not in pools:

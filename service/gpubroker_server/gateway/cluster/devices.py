@@ -46,7 +46,7 @@ class GpuQuery(HistoryPageQuery):
 async def list_gpus(caller: Caller, parts: Parts, query: Annotated[GpuQuery, Query()]) -> Response:
     """List all devices: what is leased, used, unaccounted for and free, their holders, and the last minutes.
 
-    One is idle that has used less than `fleet.idle_below_percent` for `fleet.idle_grace_seconds`.
+    A device is idle if it has used less than `fleet.idle_below_percent` for `fleet.idle_grace_seconds`.
     """
     moment, idle = parts.freshness.moment(), idle_seconds(parts)
     wanted = [key for key in sorted(parts.world.ledgers) if query.idle in (None, key in idle)]
@@ -85,8 +85,8 @@ async def close_gpu(
     gpu: str,
     body: JsonBody[CloseGpu] = CloseGpu(),  # noqa: B008  # frozen
 ) -> Response:
-    """Start nothing new on a GPU, named by its UUID or as `node/gpu0`, until it is reopened. What runs there
-    goes on."""
+    """Close a GPU: nothing new starts on it until it is reopened, and what runs there goes on. Name the GPU
+    by its UUID or as `node/gpu0`."""
     return await _ask(caller, parts, gpu, "close_gpu", body.reason)
 
 
@@ -97,8 +97,8 @@ async def reopen_gpu(
     gpu: str,
     body: JsonBody[CloseGpu] = CloseGpu(),  # noqa: B008  # frozen
 ) -> Response:
-    """Let tasks start on a GPU again, whoever has closed it. A fault that is still there closes it no more;
-    another one does."""
+    """Reopen a GPU: tasks may start on it again, whoever has closed it. A fault that persists does not close
+    it again; another fault does."""
     return await _ask(caller, parts, gpu, "reopen_gpu", body.reason)
 
 

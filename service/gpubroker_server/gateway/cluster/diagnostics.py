@@ -44,8 +44,9 @@ devices."""
 async def list_diagnostics(caller: Caller, parts: Parts) -> Response:
     """Look for what is wrong with the fleet: cause, evidence and remedy of each finding.
 
-    It also answers while the database cannot be reached. Findings about tasks are of your tenant alone,
-    without the scope `admin`. What is wrong in more than 20 places is listed for the first 20.
+    The route also answers while the database cannot be reached. Without the scope `admin`, findings about
+    tasks are limited to your tenant. A finding that applies to more than 20 subjects is listed for the first
+    20.
     """
     async with parts.diagnoses.slot():
         may_see = caller.may_see
@@ -66,7 +67,7 @@ async def _diagnose(parts: Parts, may_see: Callable[[str], bool]) -> list[Findin
         await asyncio.sleep(0)
     leader, now, world = parts.leadership.leader(), parts.clock.now(), parts.world
     last, paused = parts.leadership.last_fleet() or FleetSeen(), parts.leadership.paused()
-    known = FleetKnown(
+    facts = FleetKnown(
         parts.leadership.executor_status(),
         leader is not None,
         FleetSeen() if leader is None or leader.fleet is None else leader.fleet,
@@ -83,7 +84,7 @@ async def _diagnose(parts: Parts, may_see: Callable[[str], bool]) -> list[Findin
         parts.database_log.seen,
         last.at,
     )
-    findings = list(diagnose_fleet(world, parts.policy, known, now))
+    findings = list(diagnose_fleet(world, parts.policy, facts, now))
     # The leader's dates come first, so that a finding has one age at all gateways and under the next leader.
     before = {**parts.findings_seen, **known_dates(last.dates)}
     dated, first_seen = remember(before, findings, now)

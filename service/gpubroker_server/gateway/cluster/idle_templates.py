@@ -82,8 +82,9 @@ class CreateIdleTemplate(Body):
 async def create_idle_template(call: Call, parts: Parts, body: JsonBody[CreateIdleTemplate]) -> Response:
     """Make a template of tasks for idle devices.
 
-    As long as a device is idle, a task of it is submitted there, at the lowest priority; another when it
-    ends. What needs the room gets it by preemption. The template stops with the token that made it.
+    While a device is idle, a task of the template is submitted for it at the lowest priority, and another one
+    when that task ends. Tasks that need the memory get it by preemption. The template stops submitting when
+    the token that made it is deleted or expires.
     """
     identity = call.identity
     raw = bytes(msgspec.json.decode(await call.body(), type=dict[str, msgspec.Raw])["task"])
@@ -98,9 +99,9 @@ async def create_idle_template(call: Call, parts: Parts, body: JsonBody[CreateId
     if demand.bundles:
         detail = "a gang is for no idle device; leave ranks and bundles out"
         raise invalid(Fault(pointer="/task/resources", detail=detail, code="not-in-a-template"))
-    known = await parts.store.idle_templates()
-    if len(known) >= MOST_TEMPLATES:
-        detail = f"there are {len(known)} idle templates, and may be {MOST_TEMPLATES}; delete some"
+    templates = await parts.store.idle_templates()
+    if len(templates) >= MOST_TEMPLATES:
+        detail = f"there are {len(templates)} idle templates, and may be {MOST_TEMPLATES}; delete some"
         raise invalid(Fault(pointer="", detail=detail, code="too-many-templates"))
     template = IdleTemplate(
         Template(body.name, demand, body.weight, body.max_running),
@@ -117,15 +118,15 @@ async def create_idle_template(call: Call, parts: Parts, body: JsonBody[CreateId
 
 @resource.route("GET /idle-templates", "idle_templates_list", Scope.CLUSTER_READ, Listed[ShownTemplate])
 async def list_idle_templates(call: Call, parts: Parts) -> Response:
-    """List the idle templates of your tenant, or of all with the scope admin."""
+    """List the idle templates of your tenant, or with the scope admin those of all tenants."""
     leader = parts.leadership.leader()
     seen = (
         {}
         if leader is None or leader.fleet is None
         else {template.name: template for template in leader.fleet.templates}
     )
-    found = await parts.store.idle_templates()
-    visible = [template for template in found if call.identity.may_see(template.tenant)]
+    templates = await parts.store.idle_templates()
+    visible = [template for template in templates if call.identity.may_see(template.tenant)]
     return answer(Listed(tuple([await _shown(parts, template, seen) for template in visible])))
 
 
@@ -138,9 +139,11 @@ async def list_idle_templates(call: Call, parts: Parts) -> Response:
     status_code=204,
 )
 async def delete_idle_template(call: Call, parts: Parts, name: str) -> Response:
-    """Delete an idle template. Its tasks that run or wait go on; cancel them if they shall not."""
-    found = await parts.store.idle_templates()
-    is_visible = any(template.name == name and call.identity.may_see(template.tenant) for template in found)
+    """Delete an idle template. Its tasks that run or wait are kept; cancel them if you do not need them."""
+    templates = await parts.store.idle_templates()
+    is_visible = any(
+        template.name == name and call.identity.may_see(template.tenant) for template in templates
+    )
     if not is_visible or not await parts.store.drop_idle_template(name, by=call.identity.name):
         raise Problem(
             "not-found", f'there is no idle template "{name[:100]}"; GET /idle-templates lists them'

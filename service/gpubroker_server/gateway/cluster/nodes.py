@@ -154,7 +154,7 @@ async def cordon_node(
     node: str,
     body: JsonBody[CordonNode] = CordonNode(),  # noqa: B008  # frozen
 ) -> Response:
-    """Start nothing new on a node. What runs there goes on; a drain of it ends."""
+    """Cordon a node: nothing new starts on it, and what runs there goes on. This ends a drain of the node."""
     return await _ask(caller, parts, node, "cordon", {"reason": body.reason})
 
 
@@ -168,7 +168,8 @@ async def drain_node(
     """Cordon a node, and ask what runs there to leave by the rules of preemption: with notice and grace
     period, and back into the queue without using a retry. Models are unloaded.
 
-    `drain.done` of the node says when nothing is left. A later drain replaces the deadline of an earlier one.
+    `drain.done` of the node is true when nothing is left. A later drain replaces the deadline of an earlier
+    drain.
     """
     about = {"reason": body.reason, "deadline_seconds": body.deadline_seconds}
     return await _ask(caller, parts, node, "drain", about)
@@ -181,7 +182,8 @@ async def uncordon_node(
     node: str,
     body: JsonBody[CordonNode] = CordonNode(),  # noqa: B008  # frozen
 ) -> Response:
-    """Let tasks start on a node again; a drain of it ends. Runs under notice leave nevertheless."""
+    """Uncordon a node: tasks may start on it again. This ends a drain of the node, but runs under notice
+    still leave."""
     return await _ask(caller, parts, node, "uncordon", {"reason": body.reason})
 
 

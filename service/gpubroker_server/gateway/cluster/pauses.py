@@ -20,7 +20,7 @@ SUBJECT = "queue"
 
 
 class ChangePause(Body):
-    """`reason` is shown to those who wait, and recorded with the name of your token."""
+    """`reason` is shown with the tasks that wait, and recorded with the name of your token."""
 
     reason: Because = ""
 
@@ -34,8 +34,8 @@ _NO_REASON = ChangePause()
 async def pause_tenant(caller: Caller, parts: Parts, name: str, body: Why = _NO_REASON) -> Response:
     """Pause a tenant's queue: its tasks, leases and queued inferences wait. What runs goes on.
 
-    A task that has to leave while its queue is paused waits too, unless it only moves to another node. Times
-    to wait and deadlines go on. A pause outlives restarts.
+    A task that is preempted while its queue is paused waits, too, unless it only moves to another node. Queue
+    TTLs and deadlines are not suspended. A pause outlives restarts of the service.
     """
     _check_tenant(parts, name)
     return await _changed(caller, parts, f"tenant:{name}", body, pauses=True)
@@ -52,7 +52,7 @@ async def resume_tenant(caller: Caller, parts: Parts, name: str, body: Why = _NO
 
 @resource.route("POST /streams/{name}/pause", "streams_pause", Scope.ADMIN, Queue, _PROBLEMS, accepted=STORED)
 async def pause_stream(caller: Caller, parts: Parts, name: str, body: Why = _NO_REASON) -> Response:
-    """Pause a work stream: the tasks of all tenants that name it wait, as those of a paused tenant do."""
+    """Pause a work stream: the tasks of all tenants that name it wait, as the tasks of a paused tenant do."""
     _check_stream(parts, name)
     return await _changed(caller, parts, f"stream:{name}", body, pauses=True)
 

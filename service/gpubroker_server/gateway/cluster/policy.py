@@ -83,7 +83,8 @@ def _tenants(parts: Parts, viewer: Identity) -> Iterator[Tenant]:
 
 @resource.route("GET /profiles", "profiles_list", Scope.TASKS_READ, Listed[Profile])
 async def list_profiles(parts: Parts) -> Response:
-    """List the roles that a task may name: those that come with the service, and the operator's own."""
+    """List the roles that a task may name: the roles that come with the service, and the operator's own
+    roles."""
     return answer(Listed(_by_name(parts.rules.defaults.profiles)))
 
 
@@ -93,7 +94,7 @@ def _by_name(defaults: Mapping[str, Profile]) -> tuple[Profile, ...]:
 
 @resource.route("GET /policy", "policy_get", Scope.TASKS_READ, ShownPolicy)
 async def get_policy(caller: Caller, parts: Parts) -> Response:
-    """Read what the operator has configured: bands, kinds, pools, limits, the most per task, and defaults.
+    """Read what the operator has configured: bands, kinds, pools, limits, the maximum per task, and defaults.
 
     A token without the scope cluster:read sees only the rules of its own tenant.
     """

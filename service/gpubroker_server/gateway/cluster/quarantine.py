@@ -34,7 +34,8 @@ Reason = Annotated[
 
 
 class ReleaseQuarantine(Body):
-    """The statement that the holder of this memory is gone. The lists restrict it; empty: no restriction."""
+    """The statement that the holder of quarantined memory is gone. Each list restricts the statement; an
+    empty list does not."""
 
     reason: Reason
     attempts: Annotated[
@@ -61,7 +62,8 @@ async def list_quarantine(caller: Caller, parts: Parts) -> Response:
     """List the memory that counts as used because its holder is not confirmed to be gone, and which proof it
     waits for.
 
-    Longest first: runs of tasks, each attempt and rank by itself, and external leases.
+    The list has one entry for each attempt and rank of a task and for each external lease. The memory that
+    has been in quarantine longest comes first.
     """
     return answer(Overview(**parts.freshness.moment(), items=_shown(caller, parts)))
 
@@ -80,9 +82,9 @@ async def release_quarantine(
 ) -> Response:
     """State that the processes of a task, or an external lease, are gone, so that its memory is released.
 
-    For what no agent can prove, such as a machine that does not come back. The name of your token and your
-    reason are recorded. If the statement is wrong, the memory that is still in use shows at the next
-    measurement.
+    Use it if no agent can prove that they are gone, for example because a machine does not come back. The
+    name of your token and your reason are recorded. If the statement is wrong, the next measurement shows the
+    memory that is still in use.
     """
     await parts.freshness.catch_up()
     parts.freshness.moment()

@@ -76,7 +76,7 @@ _SIGNAL_ERRORS = f"{_ERRORS} not-found"
 
 @resource.route("GET /streams", "streams_list", Scope.TASKS_READ, Overview[WorkStream], "follower-stale")
 async def list_streams(parts: Parts) -> Response:
-    """List all work streams: what was told of each, its factors, its weight and its chance to be drawn."""
+    """List all work streams: the signals of each, its factors, its weight and its probability to be drawn."""
     moment, streams = parts.freshness.moment(), parts.world.streams
     return answer(
         Overview(**moment, items=tuple(_shown(parts, streams, draw) for draw in _draws(parts, streams)))
@@ -87,7 +87,7 @@ async def list_streams(parts: Parts) -> Response:
     "POST /streams/next", "streams_next", Scope.TASKS_READ, DrawnStream, f"{_SIGNAL_ERRORS} follower-stale"
 )
 async def draw_stream(parts: Parts, body: JsonBody[DrawStream] = _DRAW) -> Response:
-    """Draw the work stream to go on with, each by its probability. Nothing is stored."""
+    """Draw a work stream to work on next, by the probabilities of the streams. Nothing is stored."""
     parts.freshness.moment()
     streams = parts.world.streams
     seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
@@ -100,9 +100,10 @@ async def draw_stream(parts: Parts, body: JsonBody[DrawStream] = _DRAW) -> Respo
 
 @resource.route("PUT /streams/{name}", "streams_put", Scope.ADMIN, WorkStream, _ERRORS, accepted=STORED)
 async def put_stream(caller: Caller, parts: Parts, name: str, body: JsonBody[PutStream]) -> Response:
-    """Give a work stream its curriculum weight; one that does not exist begins to.
+    """Set the curriculum weight of a work stream, which is created if it does not exist.
 
-    The weight holds for all tenants, in place of the one in the settings, and outlives restarts.
+    The weight holds for all tenants, replaces the weight in the settings, and outlives restarts of the
+    service.
     """
     streams = parts.world.streams
     if not is_name(name) and name not in known_streams(parts.policy.streams, streams):
@@ -118,7 +119,7 @@ async def put_stream(caller: Caller, parts: Parts, name: str, body: JsonBody[Put
     accepted=STORED,
 )  # fmt: skip
 async def signal_stream(caller: Caller, parts: Parts, name: str, body: JsonBody[TellSignal]) -> Response:
-    """Tell of a work stream's progress, of the age of its data and of their quality."""
+    """Report the progress of a work stream, the age of its data, and their quality."""
     await parts.freshness.catch_up()
     _named(parts, parts.world.streams, name)
     asked = body.model_dump()
@@ -132,9 +133,10 @@ async def signal_stream(caller: Caller, parts: Parts, name: str, body: JsonBody[
     accepted=STORED, status_code=204,
 )  # fmt: skip
 async def delete_stream(caller: Caller, parts: Parts, name: str) -> Response:
-    """Forget what was told of a work stream.
+    """Delete the weight and the signals of a work stream.
 
-    One of the settings stays, with the weight that it has there. Tasks that name another one weigh 1.
+    A stream that is in the settings stays, with the weight that it has there. Tasks that name any other
+    stream then have the weight 1.
     """
     await parts.freshness.catch_up()
     _named(parts, parts.world.streams, name)

@@ -48,9 +48,9 @@ class EventQuery(QueryModel):
 async def list_task_events(
     call: Call, parts: Parts, task_id: str, query: Annotated[EventQuery, Query()]
 ) -> Response:
-    """Read what happened to a task, oldest first: its states, its leases, the pledges made for it.
+    """Read the events of a task, oldest first: its states, its leases, and the pledges made for it.
 
-    With the id of an array or a worker set it has the events of all its workers.
+    With the id of an array or a worker set, the answer has the events of all its workers.
     """
     record = await parts.records.find(call.identity, task_id)
     whole = await whole_of(parts.records.store, record)
@@ -66,7 +66,8 @@ async def list_task_events(
 async def list_events(call: Call, parts: Parts, query: Annotated[EventQuery, Query()]) -> Response:
     """Read the log, oldest first: your tenant's events, and with `cluster:read` those of nodes and devices.
 
-    A page may be empty although more follows; read on from `next_after` until it stays the same.
+    A page may be empty although more events follow; read on from `next_after` until its value no longer
+    changes.
     """
     if query.last is not None:
         head = await parts.records.store.head()

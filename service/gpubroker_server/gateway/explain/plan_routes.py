@@ -48,8 +48,8 @@ _NAME = StringConstraints(pattern=NAME)
 
 
 class PlannedComponent(Body):
-    """`count` tasks of one demand, all running at once; with `resources.bundles` as many gangs, each of which
-    has all its ranks or none."""
+    """`count` tasks of one demand that all run at once. With `resources.bundles`, the component is `count`
+    gangs, each of which is placed with all its ranks or not at all."""
 
     name: Annotated[str, _NAME]
     count: Annotated[int, Field(ge=1, le=MAX_TASKS)] = 1
@@ -130,8 +130,9 @@ async def plan_components(caller: Caller, parts: Parts, body: JsonBody[PlanFleet
     """Say whether components fit the fleet: where each would be placed, what is missing, and which runs they
     would displace.
 
-    With `fleet`: on such machines, empty; otherwise on the present fleet, beside what runs there. Of the
-    queue only tasks with a forecast count. One plan is computed at a time.
+    With `fleet`, the components are placed on such machines, which are empty. Without it, they are placed on
+    the present fleet beside what runs there; of the tasks in the queue, only those with a forecast count. One
+    plan is computed at a time.
     """
     view = viewpoint(parts, caller)
     now, tenant = view.now, _tenant(caller, parts, body)

@@ -54,8 +54,8 @@ resource = Resource("tasks")
 async def explain_task(caller: Caller, parts: Parts, task_id: str) -> Response:
     """Explain why a task waits: every blocker, every device, its place in the queue, and what would help.
 
-    With the id of an array or a worker set it says how many of its workers wait, run and have ended, and
-    explains the first that waits.
+    With the id of an array or a worker set, the answer says how many of its workers wait, run and have ended,
+    and explains the first waiting worker.
     """
     record = await parts.records.find(caller, task_id)
     whole = await whole_of(parts.records.store, record)
@@ -231,8 +231,8 @@ _REFUSED = 422
 async def simulate_task(caller: Caller, parts: Parts, body: JsonBody[SimulateTask]) -> Response:
     """Say what would happen to a task if it were submitted now, without doing anything.
 
-    The body is that of a submit, or one without `run`: then only its demand is judged. With `run`, the token
-    needs the same scopes as for the submit.
+    The body is that of a submit, but `run` may be left out: only the demand is then judged. With `run`, the
+    token needs the scopes that the submit needs.
     """
     if body.run is not None:
         caller.require(Scope.TASKS_WRITE, "simulating a run")

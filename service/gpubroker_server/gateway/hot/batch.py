@@ -58,7 +58,7 @@ _TASK_IDS = re.compile(rb"task_[0-7][0-9a-hjkmnp-tv-z]{25}")
 
 
 class SubmitBatch(ListBody):
-    """A batch of tasks. Each is treated as if it were sent alone, `key` and `after` included."""
+    """A batch of tasks. Each task is treated as if it were sent alone."""
 
     list_name: ClassVar = "tasks"
     tasks: Annotated[
@@ -92,8 +92,9 @@ async def submit_batch(
 ) -> Response:
     """Submit up to 10,000 tasks.
 
-    Each is checked as if it were sent alone. Those that are refused have a problem each, and the others are
-    stored in one commit. With `all_or_nothing` one refused task keeps all out. A key is for the whole batch.
+    Each task is checked as if it were sent alone. The answer has a problem for each refused task, and the
+    other tasks are stored in one commit. With `all_or_nothing`, nothing is stored if one task is refused. An
+    idempotency key belongs to the whole batch.
     """
     status, text, made = 202 if body.all_or_nothing else 207, b"", BatchSubmission(())
 
@@ -111,8 +112,8 @@ async def submit_batch(
 
     first, is_new = await parts.submissions.batch_once(call, idempotency_key, "batch", new)
     if not is_new:
-        kept = await parts.submissions.store.batch_answer(first)
-        return json_answer(kept.encode(), status, {"Idempotency-Replayed": "true"})
+        stored = await parts.submissions.store.batch_answer(first)
+        return json_answer(stored.encode(), status, {"Idempotency-Replayed": "true"})
     _log_accepted(made.submissions, call.identity.tenant)
     return json_answer(text, status)
 

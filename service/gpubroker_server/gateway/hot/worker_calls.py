@@ -65,9 +65,9 @@ async def call_worker(
     set_id: str,
     body: CallWorkers,
 ) -> Response:
-    """Call a method in one worker, and wait for what it returns. No call is stored.
+    """Call a method in one worker, and wait for its result. Calls are not stored.
 
-    A call is sent once, except to a worker that has refused it before it began.
+    A call is sent once, unless a worker refuses it before it has begun: another worker then gets it.
     """
     workers = parts.world.worker_sets.get(TaskId(set_id))
     if workers is None or workers.tenant != call.identity.tenant:

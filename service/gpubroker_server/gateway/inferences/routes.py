@@ -59,7 +59,7 @@ class TensorParameters(Body):
 
 
 class InputTensor(Body):
-    """A tensor as in Triton's protocol, with its values here, after the JSON, or in an object."""
+    """A tensor as in Triton's protocol. Its values are in `data`, after the JSON, or in an object."""
 
     name: Annotated[str, line(1000, 1)]
     datatype: Datatype
@@ -248,8 +248,9 @@ async def submit_inference(
 ) -> Response:
     """Submit an inference that waits in the queue for its model.
 
-    It is a task: `/tasks/{id}` has its state, `/tasks/{id}/result` the model's answer. While it waits, its
-    model stays wanted. It may be sent to the model more than once; one answer counts.
+    An inference is a task: `/tasks/{id}` has its state, and `/tasks/{id}/result` the answer of the model.
+    While the inference waits, its model stays wanted. The request may be sent to the model more than once,
+    but only one answer is stored.
     """
     submissions, identity = parts.submissions, call.identity
 
@@ -370,7 +371,7 @@ async def get_outputs(
 ) -> Response:
     """Wait for the end of a queued inference, and fetch its outputs as bytes.
 
-    `/tasks/{id}/result` has them as JSON."""
+    `/tasks/{id}/result` has the outputs as JSON."""
     records, seconds = parts.submissions.records, min(query.timeout_seconds, parts.limits.wait_seconds)
     record = await records.find(call.identity, task_id)
     if not isinstance(record.task.holder, Inference):

@@ -120,8 +120,8 @@ def check_node(body: AskLease, world: World, *, names_nodes: bool) -> None:
     """Check that the node exists, and that the process can be on one node only. `names_nodes` says whether
     the token may see the names of nodes. Raises Problem no-matching-device or validation-failed."""
     if body.node is not None and world.nodes and body.node not in world.nodes:
-        known = f"; nodes: {', '.join(sorted(world.nodes)[:5])}" if names_nodes else ""
-        detail = f'there is no node "{body.node}"{known}; name another node, or none'
+        nodes_text = f"; nodes: {', '.join(sorted(world.nodes)[:5])}" if names_nodes else ""
+        detail = f'there is no node "{body.node}"{nodes_text}; name another node, or none'
         fault = Fault(pointer="/node", detail=detail, code="no-matching-device")
         raise Problem("no-matching-device", detail, errors=[fault])
     if body.pid is None:

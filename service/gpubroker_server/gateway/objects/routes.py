@@ -222,7 +222,7 @@ RangeHeader = Annotated[
 async def upload_object(call: Call, storage: Storage) -> Response:
     """Upload bytes that inferences name as values of an input, and tasks as arguments.
 
-    The body is the bytes as they are, with any Content-Type, and is stored as it comes.
+    The body is the bytes of the object, with any Content-Type, and is stored as it arrives.
     Uploading the same bytes again extends the time for which the object is kept.
     """
     length = call.header(b"content-length") or ""
@@ -245,7 +245,8 @@ class ObjectQuery(PageQuery):
 
 @resource.route("GET /objects", "objects_list", _SCOPES, ObjectPage, "cursor-invalid")
 async def list_objects(caller: Caller, storage: Storage, query: Annotated[ObjectQuery, Query()]) -> Response:
-    """List your tenant's objects, by id if not sorted, and how many bytes count against its limit."""
+    """List your tenant's objects, by id unless `sort` is given, and how many bytes count against its
+    limit."""
     tenant = caller.tenant
     store, limits, now = storage.store, storage.limits, storage.clock.now()
     order, sorted_by = query.order, {} if query.sort == "id" else {"sort": query.sort}
@@ -287,7 +288,7 @@ async def get_object(caller: Caller, storage: Storage, object_id: str) -> Respon
 async def get_content(
     caller: Caller, storage: Storage, object_id: str, range: RangeHeader = None
 ) -> Response:
-    """Fetch the bytes of an object, or with `Range` a part of them."""
+    """Fetch the bytes of an object, or a part of them with `Range`."""
     kept = await storage.find(caller.tenant, object_id)
     asked = span_of(range, kept.size_bytes)
     headers = {"Accept-Ranges": "bytes", "ETag": f'"{kept.digest}"'}

@@ -325,11 +325,11 @@ class Submissions(Struct, frozen=True):
         requests with the same key and body; it defaults to `noun`. Raises Problem if the batch is refused.
         """
         sent = await sent_key(call, key, purpose or noun)
-        known = None if sent is None else await self.store.known_key(call.identity.tenant, sent.key)
-        if sent is not None and known is not None:
-            if known.body_hash != sent.body_hash:
-                raise key_reused(sent.key, known.task, noun)
-            return known.task, False
+        earlier = None if sent is None else await self.store.known_key(call.identity.tenant, sent.key)
+        if sent is not None and earlier is not None:
+            if earlier.body_hash != sent.body_hash:
+                raise key_reused(sent.key, earlier.task, noun)
+            return earlier.task, False
         batch = await new_batch()
         if not batch.submissions:
             return TaskId(""), True  # All tasks of the batch are refused, and nothing is stored.
@@ -348,10 +348,10 @@ class Submissions(Struct, frozen=True):
         self, identity: Identity, sent: SentKey | None, noun: str, refused: Problem
     ) -> Stored:
         """Return the task of an earlier request with this key and body. Raises `refused` if there is none."""
-        known = None if sent is None else await self.store.known_key(identity.tenant, sent.key)
-        if sent is None or known is None or known.body_hash != sent.body_hash:
+        earlier = None if sent is None else await self.store.known_key(identity.tenant, sent.key)
+        if sent is None or earlier is None or earlier.body_hash != sent.body_hash:
             raise refused
-        return await self._stored_before(identity, known.task, noun)
+        return await self._stored_before(identity, earlier.task, noun)
 
     async def _stored_before(self, identity: Identity, task: TaskId, noun: str) -> Stored:
         record = await self.records.find(identity, task)

@@ -30,7 +30,7 @@ _TO_BE_CANCELLED = (TaskState.PENDING, TaskState.ADMITTED, TaskState.RUNNING)
 
 
 class CancelSelected(CancelTask, TaskSelection):
-    """A selection of tasks to cancel. Without `state`, those that have not ended are selected."""
+    """A selection of tasks to cancel. Without `state`, only tasks that have not ended are selected."""
 
     NOT_FILTERS: ClassVar = frozenset({"all", "dry_run", *CancelTask.model_fields})
 
@@ -58,9 +58,10 @@ class CancelSelected(CancelTask, TaskSelection):
     accepted="Some are `stored`: there is no leader now, or it is busy.",
 )
 async def cancel_selected(caller: Caller, parts: Parts, body: JsonBody[CancelSelected]) -> Response:
-    """Cancel all of a tenant's tasks that match a filter, those that wait before those that run.
+    """Cancel all of a tenant's tasks that match a filter, waiting tasks before running tasks.
 
-    Up to 10,000 in one request, the newest first. Memory of models is not selected: their own routes free it.
+    One request cancels up to 10,000 tasks, the newest first. Tasks that hold the memory of models are not
+    selected: the routes of models free that memory.
     """
     store = parts.records.store
     wanted = {**await body.filters(parts.records, caller), "labels": dict(body.labels)}

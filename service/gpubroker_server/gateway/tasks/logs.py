@@ -70,9 +70,9 @@ async def read_log(
 ) -> StreamingResponse:
     """Read what a run printed, while it runs and afterwards: the bytes of one stream, in chunks.
 
-    If a log was longer than `limits.log_bytes`, its first and its last half of that are kept, and a line in
-    between says how many bytes are missing. An array or a worker set has a log for each worker: where it has
-    several, `worker` says whose.
+    If a log is longer than `limits.log_bytes`, half of this size is kept of its beginning and half of its
+    end, and a line in between says how many bytes are missing. An array or a worker set has a log for each
+    worker; if it has several workers, name one with `worker`.
     """
     records = parts.records
     record = await records.find(call.identity, task_id)

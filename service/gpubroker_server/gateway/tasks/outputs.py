@@ -27,10 +27,10 @@ _STARTED = (TaskState.ADMITTED, TaskState.RUNNING, TaskState.STOPPING)
 async def get_outputs(
     caller: Caller, parts: Parts, task_id: str, query: Annotated[WorkerQuery, Query()]
 ) -> Response:
-    """List what was collected of the files of a task's runs, by its `outputs`.
+    """List the files that were collected at the end of a task's runs, by the patterns in its `outputs`.
 
-    Each is an archive in an object, `GET /objects/{id}/content`, which is kept as other objects are. With the
-    id of an array or a worker set, of all its workers.
+    The files of a run are an archive in an object (`GET /objects/{id}/content`), which is kept as long as
+    other objects. With the id of an array or a worker set, the outputs of all its workers are listed.
     """
     store = parts.records.store
     record = await parts.records.find(caller, task_id)

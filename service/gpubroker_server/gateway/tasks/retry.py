@@ -31,7 +31,8 @@ async def retry_task(
 ) -> Response:
     """Run an ended task again, as a new task with the same run, resources, priority, labels and limits.
 
-    It needs what submitting that task needs. It is not held and waits for no other task, time or deadline.
+    The token needs the scopes that submitting the task needs. The new task is not held, depends on no other
+    task, and has no start time and no deadline.
     """
     submissions = parts.submissions
     record = await parts.records.find_to_change(call.identity, task_id, "task.retry")

@@ -89,7 +89,7 @@ class TaskQuery(TaskSelection, PageQuery):
 async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query()]) -> Response:
     """List your tenant's tasks.
 
-    Sorted by priority, a list misses or repeats a task whose priority changes between two of its pages.
+    A list that is sorted by priority misses or repeats a task whose priority changes between two pages.
     """
     filters = await query.filters(parts.records, call.identity)
     if query.order == "turn":
@@ -122,10 +122,11 @@ def _ends(states: Sequence[TaskState]) -> Sequence[TaskState]:
 async def get_task(
     call: Call, parts: Parts, task_id: str, query: Annotated[WorkerQuery, Query()]
 ) -> Response:
-    """Read a task: its state, what it holds, and why it waits if it does.
+    """Read a task: its state, what it holds, and, if it waits, the reason.
 
-    The id of an array or a worker set is that of its first worker: the state and the error are then those of
-    the whole, and the rest is that worker's. With `worker` all of it is that of one worker.
+    The id of an array or a worker set is the id of its first worker. The answer then has the state and the
+    error of the whole; its other fields are those of the first worker. With `worker`, all fields are those of
+    that worker.
     """
     record = await parts.records.find(call.identity, task_id)
     if query.worker is not None:
@@ -170,8 +171,8 @@ class CancelTask(Body):
 async def change_task(call: Call, parts: Parts, task_id: str, body: JsonBody[ChangeTask]) -> Response:
     """Change a task's priority, hold it or release it, and change its times while it waits.
 
-    A waiting task with a new priority is planned again at once; a running one is not moved. With the id of an
-    array or a worker set it changes all its workers.
+    A waiting task with a new priority is planned again at once; a running task is not moved. With the id of
+    an array or a worker set, all its workers are changed.
     """
     submissions = parts.submissions
     record = await parts.records.find_to_change(call.identity, task_id, "task.change")
@@ -248,9 +249,9 @@ async def cancel_task(
     task_id: str,
     body: JsonBody[CancelTask] = CancelTask(),  # noqa: B008  # frozen
 ) -> Response:
-    """Cancel a task. A running one gets the stop notice, and is killed when its grace period is over.
+    """Cancel a task. A running task gets the stop notice, and is killed when its grace period is over.
 
-    With the id of an array or a worker set it cancels all its workers.
+    With the id of an array or a worker set, all its workers are cancelled.
     """
     record = await parts.records.find_to_change(call.identity, task_id, "task.cancel")
     task, given = record.task, body.model_dump(exclude_none=True, exclude_defaults=True)

@@ -42,7 +42,8 @@ resource = Resource("worker sets")
 
 
 class ChangeWorkerSet(Body):
-    """Changes of a worker set; give at least one. With `scale`, the set goes on from `count` workers."""
+    """Changes of a worker set; give at least one. A set with `scale` continues to scale from `count`
+    workers."""
 
     count: Annotated[int, Field(ge=0)] | None = None
     min_count: Annotated[int, Field(ge=0)] | None = None
@@ -71,7 +72,7 @@ async def submit_worker_set(
     """Keep `count` workers running, each with an object of a class, and call their methods.
 
     Workers are ordinary tasks: each holds its own leases, is preempted, moved and explained like every task,
-    and is restarted with growing pauses after it failed.
+    and is restarted after a failure, with growing pauses.
     """
     submissions, caller = parts.submissions, call.identity
 
@@ -113,7 +114,8 @@ class WorkerSetQuery(PageQuery):
 async def list_worker_sets(
     caller: Caller, parts: Parts, query: Annotated[WorkerSetQuery, Query()]
 ) -> Response:
-    """List the worker sets that are not over, of the token's tenant, or of all for an administrator."""
+    """List the worker sets that are not over, of your tenant, or with the scope admin those of all
+    tenants."""
     parts.freshness.moment()
     visible = [workers for workers in parts.world.worker_sets.values() if caller.may_see(workers.tenant)]
     limit = parts.submissions.records.page_items
@@ -139,7 +141,7 @@ async def get_worker_set(caller: Caller, parts: Parts, set_id: str) -> Response:
 async def scale_worker_set(
     caller: Caller, parts: Parts, set_id: str, body: JsonBody[ChangeWorkerSet]
 ) -> Response:
-    """Change how many workers are wanted. Workers that leave finish their calls within their grace period."""
+    """Change how many workers are wanted. Removed workers finish their calls within their grace period."""
     workers = await find_to_change(caller, parts, set_id, "worker_set.scale")
     given = {"least": body.min_count, "count": body.count, "most": body.max_count}
     fields = {name: number for name, number in given.items() if number is not None}
@@ -169,7 +171,7 @@ async def scale_worker_set(
     accepted=STORED,
 )
 async def post_signal(caller: Caller, parts: Parts, set_id: str, body: JsonBody[PostSignal]) -> Response:
-    """Tell a set that scales by `signal` the number that its workers follow. It holds until the next one."""
+    """Post the signal of a set that scales by `signal`. The value holds until the next one is posted."""
     workers = await find_to_change(caller, parts, set_id, "worker_set.signal")
     if workers.scaling is None or workers.scaling.by != "signal":
         detail = "this set does not scale by a signal; form it with scale {by: signal, target: ...}"
@@ -187,7 +189,7 @@ async def post_signal(caller: Caller, parts: Parts, set_id: str, body: JsonBody[
     accepted=STORED,
 )
 async def end_worker_set(caller: Caller, parts: Parts, set_id: str) -> Response:
-    """End a set: its workers are cancelled, and it is over when all are gone."""
+    """End a worker set: its workers are cancelled, and the set is over when all have ended."""
     workers = await find_to_change(caller, parts, set_id, "worker_set.end")
     states = await parts.submissions.store.states(workers.workers)
     left = [worker for worker, stored in states.items() if not stored.state.is_terminal]
