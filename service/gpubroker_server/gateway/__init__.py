@@ -1,1 +1,2 @@
-"""The gateway speaks HTTP: it parses, admits, stores, and shows. It decides nothing and changes no state."""
+"""The gateway serves the HTTP API. It parses, admits and stores requests and shows the state of the cluster,
+but it plans nothing and changes the state of no stored task."""

@@ -1,4 +1,4 @@
-"""The HTTP application: every resource with its parts."""
+"""The HTTP application, with all resources and the parts that their routes need."""
 
 from typing import Any
 
@@ -96,14 +96,15 @@ _RESOURCES = (
         operations,
     ),
 )
-"""The resources in the order in which paths are matched and documented; the busiest first."""
+"""The resources in the order in which paths are matched and documented, the busiest resources first."""
 
 _NO_TRACES: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
-"""FastAPI would look for an OpenTelemetry provider at each request; our metrics are in `telemetry`."""
+"""Switches FastAPI's telemetry off, which would look for an OpenTelemetry provider at each request. The
+metrics of the service are in `gpubroker_server.telemetry`."""
 
 
 def create_app(parts: AppParts) -> FastAPI:
-    """The application. It starts nothing: the composition root feeds `follower` and `waiters`."""
+    """Return the application. It starts nothing: the composition root feeds `follower` and `waiters`."""
     app = _routed()
     world, clock, policy = parts.world, parts.clock, parts.policy
 
@@ -141,7 +142,7 @@ def create_app(parts: AppParts) -> FastAPI:
 
 
 def openapi_document() -> dict[str, Any]:
-    """The OpenAPI 3.1 document, without any running part."""
+    """Return the OpenAPI 3.1 document. No part of the service needs to run for it."""
     return _routed().openapi()
 
 
@@ -151,14 +152,14 @@ def _routed() -> FastAPI:
     )
 
     async def document(_request: Request) -> JSONResponse:
-        """Answer the document, with the address of this service behind a proxy."""
-        known: dict[str, Any] = app.openapi()
+        """Answer with the document, in which `servers` has the path prefix of a proxy, if there is one."""
+        schema: dict[str, Any] = app.openapi()
         prefix = current_prefix.get()
-        return JSONResponse({**known, "servers": [{"url": prefix}]} if prefix else known)
+        return JSONResponse({**schema, "servers": [{"url": prefix}]} if prefix else schema)
 
     app.add_route("/openapi.json", document, include_in_schema=False)
     for module in _RESOURCES:
-        # Flat rather than included: FastAPI matches the routes of an included router twice per request.
+        # The routes are added singly, because FastAPI matches the routes of an included router twice.
         app.router.routes.extend(module.resource.routes)
     forms = [form for module in _RESOURCES for form in module.resource.forms]
     app.openapi = lambda: complete(app, forms)  # type: ignore[method-assign]  # the documented way to extend it

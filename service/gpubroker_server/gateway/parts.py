@@ -1,4 +1,4 @@
-"""The parts that the composition root hands to the app, and that every route may ask for."""
+"""The parts that the composition root hands to the app. Every route may ask for them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,13 +44,13 @@ class OperatorRules(Struct, frozen=True, kw_only=True):
     kinds: tuple[GpuKind, ...] = ()
     """The kinds of GPU that the operator has ranked, strongest first."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names, besides loopback ones, under which clients may address the service."""
+    """The names under which clients may address the service, in addition to the loopback names."""
     task_user: str = ""
     """The system user that runs become."""
     trusted_proxies: tuple[str, ...] = ()
-    """Addresses and networks of proxies that say where a request came from."""
+    """The addresses and networks of proxies whose headers name the client of a request."""
     root_path: str = ""
-    """The path below which a proxy has the service."""
+    """The path under which a proxy publishes the service."""
 
     @property
     def policy(self) -> Policy:
@@ -63,6 +63,8 @@ class OperatorRules(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class AppParts:
+    """The parts of the app: those that the composition root hands over, and those that are made from them."""
+
     store: TaskStore
     blobs: BlobStore
     secrets: SecretStore
@@ -71,32 +73,33 @@ class AppParts:
     tokens: Tokens
     rules: OperatorRules
     waiters: Waiters
-    """The composition root passes it every batch of committed events."""
+    """The requests that wait. The composition root passes every batch of committed events to `on_events`."""
     shutdown: Callable[[bool], None]
-    """Begin an orderly stop; True also stops the local cluster. Returns at once."""
+    """Begins an orderly stop, which also stops the local cluster if the argument is True. It returns at
+    once."""
     has_executor: bool = True
-    """Runs are started from this process, so it is not ready without its executor."""
+    """True if this process starts runs. It is then not ready without its executor."""
     ids: Ids = field(default_factory=Ids)
     access_log: bool = False
     disk_full: Callable[[], str] = str
-    """Says which local disk of this process is full, and why; empty if none is."""
+    """Returns a text that says which local disk of this process is full, and why; empty if none is full."""
     servers: Sequence[KnownServer] = ()
     """All model servers."""
     residencies: ModelResidencies | None = None
     """The models of servers in the ledger; None if there is no such server."""
     history: FleetHistory = field(default_factory=FleetHistory)
-    """The composition root has it follow the World."""
+    """The history of measured values. The composition root makes it follow the World."""
     database_log: LogWatch = field(default_factory=LogWatch)
-    """The composition root has it look at the database."""
+    """The growth of the database log as this process has seen it. The composition root measures it."""
     worker_calls: WorkerCalls | None = None
-    """The way to workers of sets; None if this process has no Ray driver."""
+    """Sends calls to workers of worker sets; None if this process has no Ray driver."""
     name: str = "gateway"
-    """The name of this process, unlike all others."""
+    """The name of this process, which no other process has."""
 
     surveys: SurveyCache = field(init=False, default_factory=SurveyCache)
-    """The parts of the World that one explanation keeps for the next."""
+    """Surveys of the World that one explanation keeps for the next."""
     findings_seen: dict[tuple[str, str], Instant] = field(init=False, default_factory=dict)
-    """Finding of the last diagnosis that this process made -> the time since which it is known."""
+    """Finding of the last diagnosis by this process -> the time at which the finding was first seen."""
 
     @property
     def world(self) -> World:
@@ -158,13 +161,13 @@ class AppParts:
 
     @cached_property
     def batches(self) -> OneAtATime:
-        """The turn of batches: one is made into tasks at a time, in small steps, while the one before it is
-        stored."""
+        """The lock of batches. One batch at a time is turned into tasks, in small steps, while the batch
+        before it is stored."""
         return OneAtATime("batches", max_waiting=32)
 
     @cached_property
     def reads(self) -> OneAtATime:
-        """The turn of inferences that read objects: one has its objects in memory at a time."""
+        """The lock of inferences that read objects. One inference at a time has its objects in memory."""
         return OneAtATime("inferences on objects", max_waiting=64)
 
     @cached_property
@@ -173,8 +176,8 @@ class AppParts:
 
     @cached_property
     def answers(self) -> OneAtATime:
-        """The leader may share the event loop; between two answers it gets the loop for as long as one
-        took."""
+        """The lock of explanations and simulations. Between two of them the event loop is free for as long as
+        one took, because the leader may share the loop."""
         return OneAtATime("explanations and simulations", max_waiting=16, on_the_loop=True)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The way of an answer: by ASGI, or with one write to the connection."""
+"""Sends answers, either through ASGI or with one write to the connection."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -10,14 +10,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 JSON: Final = "application/json"
 _JSON_HEADERS: Final = b"content-type: application/json\r\ncontent-length: %d\r\n%brequest-id: %b\r\n\r\n"
 _COPIED_BYTES: Final = 64 * 1024
-"""A longer body is not copied behind its head; it takes the way of other answers."""
+"""The longest body that is copied behind its head for one write. A longer body is sent through ASGI."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Answering:
-    """The `send` of an ASGI application, which adds the id of the request, keeps the status, and has
-    locations begin with the prefix that a proxy took off."""
+    """The `send` of an ASGI application. It adds the id of the request to the headers, records the status,
+    and puts the prefix that a proxy has removed before the path in a Location header."""
 
     __slots__ = ("_prefix", "_request_id", "_send", "status")
 
@@ -42,11 +42,11 @@ class Answering:
         return self._prefix + value if is_place else value
 
     def write_json(self, status: int, text: bytes, headers: Mapping[str, str] | None) -> bool:
-        """Write the whole answer at once, and return whether that was possible.
+        """Write the whole answer at once, and return True, or return False if that is not possible.
 
-        uvicorn checks and writes header by header in two coroutines, which was a tenth of what an accepted
-        task took. This does the same for the answer that needs nothing special of uvicorn: the client is
-        there and takes it, and keeps its connection.
+        uvicorn checks and writes header by header in two coroutines, which was a tenth of the time of an
+        accepted task. One write has the same result if the client is connected, takes the answer now, and
+        keeps its connection.
         """
         cycle = getattr(self._send, "__self__", None)
         if (
@@ -63,7 +63,7 @@ class Answering:
         more = b""
         if headers:
             if not "".join(headers.values()).isprintable():
-                return False  # uvicorn says what is wrong
+                return False  # uvicorn raises the error for such a header.
             more = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode("latin-1")
         self.status = status
         cycle.response_started = cycle.response_complete = True
@@ -81,7 +81,7 @@ class JsonAnswer(Response):
     """An answer that is JSON text."""
 
     def __init__(self, text: bytes, status: int, headers: Mapping[str, str] | None) -> None:
-        # Without Starlette's own `__init__`, which makes headers that `write_json` does not need.
+        # Starlette's `__init__` is not called: it makes headers that `write_json` does not need.
         self.body = text
         self.status_code = status
         self.media_type = JSON
@@ -98,7 +98,7 @@ class JsonAnswer(Response):
 
 
 class _DefaultHeaders:
-    """The headers of every answer as text. uvicorn makes a new list of them every second."""
+    """Caches the text of the headers that every answer has. uvicorn makes a new list of them every second."""
 
     def __init__(self) -> None:
         self._known: Headers = []

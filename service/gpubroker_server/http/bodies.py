@@ -1,4 +1,4 @@
-"""Bodies, queries and pages: strict models, fields that several share, and the limits of requests."""
+"""Base models of bodies and queries, types of fields that several models share, and pages of lists."""
 
 import base64
 import hashlib
@@ -36,7 +36,7 @@ PATTERNS_IN_WORDS = {
     ENTRYPOINT: "must be module:function",
     NAME: "must be letters, digits, dots, dashes and underscores, at most 63",
 }
-"""The text with which a refusal describes a pattern."""
+"""Pattern -> the text that describes it in a refusal."""
 
 
 def is_name(text: str) -> bool:
@@ -44,8 +44,8 @@ def is_name(text: str) -> bool:
 
 
 def line(max_length: int, min_length: int = 0) -> StringConstraints:
-    """Return the constraints of one line of text without control characters, which neither databases nor
-    terminals take well."""
+    """Return the constraints of one line of text. Control characters are refused, because databases and
+    terminals mishandle them."""
     return StringConstraints(min_length=min_length, max_length=max_length, pattern=LINE)
 
 
@@ -84,29 +84,30 @@ class JsonText:
 
 
 def _without_duplicate_keys(text: bytes) -> bytes:
-    """Return the text. Raises PydanticCustomError if an object in it has a key twice."""
-    twice = key_given_twice(text)
-    if twice:
-        raise PydanticCustomError("duplicate_key", "{twice}", {"twice": twice})
+    """Return the text. Raises PydanticCustomError if an object in the text has a key twice."""
+    fault = key_given_twice(text)
+    if fault:
+        raise PydanticCustomError("duplicate_key", "{twice}", {"twice": fault})
     return text
 
 
 def key_given_twice(text: bytes) -> str:
-    """Say which key stands twice in one object, or return an empty text. Which of the two counts would differ
-    from parser to parser. Text that is no JSON has none: validation says what is wrong with it."""
+    """Return a message that names a key which an object in the text has twice, or an empty text. Such a key
+    is refused because parsers differ in which of its values they take. The text is empty also for bytes that
+    are not JSON, which validation refuses."""
     try:
         from_json(text, catch_duplicate_keys=True)
-    except ValueError as twice:
+    except ValueError as fault:
         try:
             from_json(text)
         except ValueError:
             return ""
-        return f"{str(twice)[:1].lower()}{str(twice)[1:200]}; send each key of an object once"
+        return f"{str(fault)[:1].lower()}{str(fault)[1:200]}; send each key of an object once"
     return ""
 
 
 JsonBody = Annotated[T, JsonText(), JsonParameter()]
-"""A body of JSON, as a parameter of an endpoint: `body: JsonBody[AskLease]`."""
+"""The type of an endpoint's parameter that is a body of JSON, as in `body: JsonBody[AskLease]`."""
 
 
 class ListBody(Body):
@@ -117,7 +118,7 @@ class ListBody(Body):
 
 
 class BinaryBody(Body):
-    """A body of JSON that binary data may follow; a header then gives the length of the JSON."""
+    """A body of JSON that binary data may follow. If it does, a header gives the length of the JSON."""
 
 
 class Query(BaseModel):
@@ -129,7 +130,7 @@ class Query(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_given(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Split lists at commas, and refuse what no name allows where some names are open."""
+        """Split the values of lists at commas. In a model with `open_names`, refuse unknown names."""
         if cls.open_names is not None:
             _refuse_unknown(cls, values)
         return {
@@ -141,7 +142,7 @@ class Query(BaseModel):
 
 
 def _refuse_unknown(model: type[Query], values: Mapping[str, Any]) -> None:
-    """Check the names in the query. Raises the ValidationError that pydantic raises for a model without open
+    """Check the names in the query. Raises ValidationError, as pydantic does for a model without open
     names."""
     assert model.open_names is not None
     unknown = [
@@ -165,33 +166,37 @@ class PageQuery(Query):
 
 
 def direction_of(sort: str) -> tuple[str, bool]:
-    """A word of `sort`, and whether the largest come first: `-priority`."""
+    """Return the word of `sort` without its sign, and True if the largest values come first, as in
+    `-priority`."""
     return sort.removeprefix("-"), sort.startswith("-")
 
 
 def in_order(items: Iterable[T], sort: str, values: Mapping[str, Callable[[T], Any]]) -> list[T]:
-    """A list without pages, by one of these values. Equal ones stay as they are; those without a value come
-    last."""
+    """Return the items sorted by one of the values. Items of equal value keep their order, and items without
+    a value come last. `values` maps a word of `sort` to the function that gives the value of an item."""
     word, descending = direction_of(sort)
     value, listed = values[word], list(items)
-    known = [item for item in listed if value(item) is not None]
-    return sorted(known, key=value, reverse=descending) + [item for item in listed if value(item) is None]
+    with_value = [item for item in listed if value(item) is not None]
+    return sorted(with_value, key=value, reverse=descending) + [
+        item for item in listed if value(item) is None
+    ]
 
 
 _NUMBER_BEFORE = re.compile(r"^-?[0-9]{1,15}(?:\.[0-9]{1,20})?:")
 
 
 class Paging(NamedTuple):
-    """The part of a sorted list that a query asks for. A place in the list is numbers and an id."""
+    """The part of a sorted list that a query asks for. A place in the list consists of numbers and an id."""
 
     limit: int
     after: SortKey
-    """The place of the last item of the page before; empty: the list begins here."""
+    """The place of the last item of the previous page; empty for the first page."""
     filtered_by: str
-    """A few characters that differ for different filters and orders."""
+    """A few characters of a hash of the filters and the order, which tell a cursor of another list."""
 
     def cut(self, found: Sequence[T], place: Callable[[T], SortKey]) -> tuple[Sequence[T], str | None]:
-        """Return the page at the beginning of `found`, and the cursor of the next page, if there is one."""
+        """Return the page at the beginning of `found`, and the cursor of the next page, which is None if
+        there is no more."""
         page = found[: self.limit]
         if len(found) <= self.limit:
             return page, None
@@ -206,8 +211,11 @@ def paging_of(
     length: int,
     is_id: Callable[[str], bool] = is_task_id,
 ) -> Paging:
-    """Return the part of a list that a query asks for. `filters`: what tells the list from others;
-    `length`: of a place. Raises Problem cursor-invalid for the cursor of another list or order."""
+    """Return the part of a list that a query asks for.
+
+    `filters` are the values that tell this list from others. `length` is the number of values in a place.
+    Raises Problem cursor-invalid for the cursor of another list or order.
+    """
     text = json.dumps(filters, sort_keys=True)
     filtered_by = hashlib.sha256(text.encode()).hexdigest()[:12]
     after = () if query.cursor is None else _read_cursor(query.cursor, filtered_by, length, is_id)
@@ -241,10 +249,10 @@ def page_in_order(
     tenant: str,
     most_items: int,
 ) -> tuple[Sequence[T], str | None]:
-    """Return a page of a list in memory, and the cursor of the next one.
+    """Return a page of a list in memory, and the cursor of the next page, which is None if there is no more.
 
-    `fields`: what a word of `sort` sorts by; the last one is an id. `tenant`: of the token. Raises Problem
-    cursor-invalid.
+    `fields` maps a word of `sort` to the attributes by which it sorts, the last of which is an id. `tenant`
+    is the tenant of the token. Raises Problem cursor-invalid.
     """
     word, descending = direction_of(sort)
     names = fields[word]
@@ -253,7 +261,9 @@ def page_in_order(
         return tuple(getattr(item, name) for name in names)
 
     paging = paging_of(query, most_items, {"list of": tenant, "sort": sort}, len(names))
-    left, after = sorted(items, key=place, reverse=descending), paging.after
+    remaining, after = sorted(items, key=place, reverse=descending), paging.after
     if after:
-        left = [item for item in left if (place(item) < after if descending else place(item) > after)]
-    return paging.cut(left, place)
+        remaining = [
+            item for item in remaining if (place(item) < after if descending else place(item) > after)
+        ]
+    return paging.cut(remaining, place)

@@ -1,8 +1,8 @@
-"""Limits on clients' connections, most of all on those that have not sent a valid token. ADR 125 says why.
+"""Limits on clients' connections, in particular on those that have not sent a valid token. ADR 125 says why.
 
-A head is parsed in pieces of at most `head_bytes`: less than twice that is kept of one that never ends.
-Without a token a connection has `head_seconds` for each whole request, and is closed for newer ones of its
-address when there are too many.
+The head of a request is parsed in pieces of at most `head_bytes`, so a head that never ends takes less than
+twice that many bytes of memory. A connection without a token has `head_seconds` for each whole request, and
+the oldest one of an address is closed when the address has too many.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from gpubroker_server.http.ids import Ids
 from gpubroker_server.http.problems import MEDIA_TYPE, Problem, headers_of, problem_document
 
 MOST_HEADERS: Final = 128
-"""The most headers of a request: each costs far more memory than its bytes."""
+"""The largest number of headers of a request. A header costs far more memory than its bytes."""
 
 LINGER_SECONDS: Final = 1.0
-"""A connection that is closed while the client sends takes the answer with it. So it stays open for so long,
-and nothing more is read of it: a client that sends without end has to wait."""
+"""The time that a connection stays open after a refusal, without being read. If it were closed while the
+client sends, the client would lose the answer."""
 
 _LINE_BYTES: Final = len(b": \r\n")
 _REQUEST_LINE_BYTES: Final = len(b"  HTTP/1.1\r\n\r\n")
@@ -38,12 +38,13 @@ class Connections:
         self._callers = callers
         self._open: set[LimitedConnection] = set()
         self._unauthenticated: OrderedDict[LimitedConnection, str] = OrderedDict()
-        """The connections without a token, the oldest first, each with its address."""
+        """Connection without a token -> its address, the oldest connection first."""
         self._by_address: dict[str, OrderedDict[LimitedConnection, None]] = {}
-        """Address -> its connections without a token, the oldest first."""
+        """Address -> its connections without a token, the oldest connection first."""
 
     def enter(self, connection: "LimitedConnection", address: str) -> "LimitedConnection | None":
-        """The connection that must be closed for this one; itself, if there is no room for it."""
+        """Add a connection, and return the connection that must be closed for it; None if there is room for
+        both. Returns `connection` itself if there is no room for it."""
         limits = self.limits
         of_address = self._by_address.get(address, ())
         victim: LimitedConnection | None = None
@@ -60,7 +61,8 @@ class Connections:
         return victim
 
     def authenticate(self, connection: "LimitedConnection", authorization: bytes) -> bool:
-        """Return True if the header has a valid token; the connection need not show one again."""
+        """Return True if the header has a valid token. The limits on connections without a token then no
+        longer apply to the connection."""
         try:
             self._callers.identify(authorization)
         except Problem:
@@ -69,7 +71,7 @@ class Connections:
         return True
 
     def leave(self, connection: "LimitedConnection") -> None:
-        """Remove a connection. May be called again."""
+        """Remove a connection. Removing it again does nothing."""
         self._open.discard(connection)
         self._forget(connection)
 
@@ -84,22 +86,26 @@ class Connections:
 
 
 class LimitedConnection(HttpToolsProtocol):
+    """uvicorn's protocol of one connection, with the limits of its port."""
+
     port: ClassVar[Connections]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_authenticated = False
-        """True once it has sent a valid token."""
+        """True once the client has sent a valid token."""
         self._is_between = True
-        """True between requests: all that has come so far was whole requests."""
+        """True between requests, when everything received so far belongs to complete requests."""
         self._is_in_body = False
-        """The head of the incoming request is complete."""
+        """True once the head of the incoming request is complete."""
         self._advanced = False
-        """True if the present piece began or ended a head, or brought some of a body."""
+        """True if the current piece began or ended a head, or contained a part of a body."""
         self._stalled_bytes = 0
-        """Bytes of whole pieces that brought no byte of the body."""
+        """The number of bytes in the last pieces that neither began nor ended a head, nor had part of a
+        body."""
         self._refusal: Problem | None = None
-        """The refusal of the incoming request, which goes no further."""
+        """The problem that answers the incoming request, which is not passed on; None if it is not
+        refused."""
         self._is_turned_away = False
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -125,7 +131,8 @@ class LimitedConnection(HttpToolsProtocol):
             data = self.take_parsed(data)
 
     def take_parsed(self, data: bytes) -> bytes:
-        """Parse the next piece; the rest of the data, if it may go on."""
+        """Parse the next piece of the data, and return the rest, which is empty if the connection is
+        closing."""
         if self._is_turned_away:
             return b""
         limit, rest = self.port.limits.head_bytes, b""
@@ -137,7 +144,7 @@ class LimitedConnection(HttpToolsProtocol):
         return b"" if self.transport.is_closing() else rest
 
     def parse(self, data: bytes) -> bytes:
-        """The rest that the parser does not take."""
+        """Parse the data, and return the rest that the parser does not take."""
         super().data_received(data)
         return b""
 
@@ -149,7 +156,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_in_body:  # trailers are dropped
+        if not self._is_in_body:  # Trailers are dropped.
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -167,7 +174,7 @@ class LimitedConnection(HttpToolsProtocol):
             super().on_message_complete()
 
     def may_begin(self) -> bool:
-        """Return True if the request may begin whose head is complete now."""
+        """Return True if the incoming request is not refused. Call it when the head is complete."""
         self._is_in_body = True
         self._advanced = True
         if self._refusal is not None:
@@ -198,7 +205,8 @@ class LimitedConnection(HttpToolsProtocol):
     # Limits.
 
     def _check_progress(self, piece_bytes: int) -> None:
-        """Check the progress of the incoming request. Called after each piece that was parsed."""
+        """Check the progress of the incoming request, and refuse it if it stalls. Call it after each parsed
+        piece."""
         if self._refusal is not None:
             self._turn_away(self._refusal)
             return
@@ -208,7 +216,8 @@ class LimitedConnection(HttpToolsProtocol):
         is_too_long = self._stalled_bytes >= self.port.limits.head_bytes
         if self._is_in_body:
             if is_too_long:
-                self.transport.abort()  # trailers, or extensions of chunks: it would never be complete
+                # These bytes are trailers or chunk extensions, so the request might never be complete.
+                self.transport.abort()
         elif is_too_long or len(self.headers) > MOST_HEADERS:
             self._turn_away(self._too_large())
         elif self._head_timer is None:
@@ -226,8 +235,8 @@ class LimitedConnection(HttpToolsProtocol):
         )
 
     def _expect_head(self) -> None:
-        """Wait for the head in two halves: the first ends late if the process was paused, and what the client
-        has sent meanwhile is read in the second."""
+        """Start the timer of a head, in two halves. If the process was paused, the first half ends late, and
+        the bytes that the client has sent meanwhile are read in the second."""
         self._stop_timer()
         half = self.port.limits.head_seconds / 2
         self._head_timer = self.loop.call_later(half, self._expect_head_at_last, half)
@@ -238,9 +247,9 @@ class LimitedConnection(HttpToolsProtocol):
     def _on_late(self) -> None:
         self._head_timer = None
         if self._is_in_body or self.transport.is_closing():
-            self.transport.abort()  # the client does not send its request, or does not take its answer
+            self.transport.abort()  # The client does not send its body, or does not take its answer.
         elif self._is_answering() or self.flow.read_paused:
-            self._expect_head()  # the client is not heard, or waits for an answer
+            self._expect_head()  # The client waits for an answer, or its bytes are not being read.
         elif self._is_between:
             self.transport.close()
         else:
@@ -258,7 +267,8 @@ class LimitedConnection(HttpToolsProtocol):
     # Refusals.
 
     def _turn_away(self, problem: Problem) -> None:
-        """Answer so, and close; in the middle of another answer, close after that."""
+        """Answer with the problem and close the connection. If another answer is being sent, close after that
+        answer without sending the problem."""
         self._stop_timer()
         self._is_turned_away = True
         self.flow.pause_reading()
@@ -275,7 +285,8 @@ class LimitedConnection(HttpToolsProtocol):
     def _rendered(self, problem: Problem) -> bytes:
         request_id = self.port.ids.exchange()
         state = {"request_id": request_id}
-        body = encode(problem_document(problem, {"path": "", "state": state}))  # it may not be complete
+        # The path is left empty: it may not have been received whole.
+        body = encode(problem_document(problem, {"path": "", "state": state}))
         headers = {
             "Content-Type": MEDIA_TYPE,
             "Content-Length": str(len(body)),
@@ -288,7 +299,7 @@ class LimitedConnection(HttpToolsProtocol):
 
 
 def limited_by(port: Connections) -> type[LimitedConnection]:
-    """Return the class of which uvicorn makes one protocol per connection."""
+    """Return the protocol class of a port, which uvicorn instantiates for each connection."""
 
     class Connection(LimitedConnection):
         pass
@@ -298,7 +309,8 @@ def limited_by(port: Connections) -> type[LimitedConnection]:
 
 
 def network_of(host: str) -> str:
-    """Return what counts as one address: of IPv6 the first 64 bits, which is what one client has at least."""
+    """Return the address by which connections are counted. Of an IPv6 address these are the first 64 bits,
+    because a client usually has at least such a network."""
     try:
         address = ip_address(host)
     except ValueError:

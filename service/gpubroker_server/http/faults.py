@@ -1,4 +1,4 @@
-"""Describes the faults of a request: one per field, with what was found and what to send instead."""
+"""Describes the faults of a request: one fault per field, with the value found and what to send instead."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -36,7 +36,7 @@ FOREIGN_NAMES: Final[Mapping[str, str]] = {
     "ttl": "ttl_seconds",
     "cmd": "command",
 }
-"""Names that other systems have for our fields."""
+"""Names of fields in other systems -> the name of the same field here."""
 
 _CODES: Final[Mapping[str, str]] = {"extra_forbidden": "unknown-field", "json_invalid": "malformed-json"}
 _TIME_FAULTS = frozenset(
@@ -47,7 +47,7 @@ _SHOWN_CHARACTERS = 60
 
 
 class InvalidPart(Exception):
-    """One part of a request is invalid. The exception carries all faults of that part."""
+    """Raised if one part of a request is invalid. The exception carries all faults of that part."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         super().__init__(faults)
@@ -55,30 +55,31 @@ class InvalidPart(Exception):
 
 
 def duplicate_key(text: bytes) -> Fault | None:
-    """Return a fault if a key stands twice in one object of the text."""
-    twice = key_given_twice(text)
-    return Fault(pointer="", detail=twice, code="duplicate-key") if twice else None
+    """Return a fault if an object in the text has a key twice; None otherwise."""
+    detail = key_given_twice(text)
+    return Fault(pointer="", detail=detail, code="duplicate-key") if detail else None
 
 
 def request_faults(error: RequestValidationError, route: APIRoute) -> list[Fault]:
-    """Return all faults that FastAPI found in a request. Raises Problem if its body is no JSON at all."""
+    """Return all faults that FastAPI found in a request. Raises Problem malformed-json if the body is not
+    JSON."""
     faults = []
-    for found in error.errors():
-        place, *path = found["loc"]
+    for fault in error.errors():
+        place, *path = fault["loc"]
         match place:
             case "body":
                 assert route.body_field is not None
                 model: Any = route.body_field.field_info.annotation
-                faults.append(_body_fault(found, path, model))
+                faults.append(_body_fault(fault, path, model))
             case "query":
-                faults.append(_parameter_fault(found, path, _query_model(route.dependant)))
+                faults.append(_parameter_fault(fault, path, _query_model(route.dependant)))
             case _:
-                faults.append(header_fault(".".join(map(str, path)), found["msg"]))
+                faults.append(header_fault(".".join(map(str, path)), fault["msg"]))
     return faults
 
 
 def _query_model(dependant: Dependant) -> Any:
-    """Return the model of a route's query; a route has one, of its own or of a dependency."""
+    """Return the model of a route's query, which is a parameter of the endpoint or of a dependency."""
     fields = [
         *dependant.query_params,
         *(field for dependency in dependant.dependencies for field in dependency.query_params),
@@ -91,12 +92,13 @@ def header_fault(header: str, detail: str) -> Fault:
 
 
 def body_faults(error: ValidationError, model: type[BaseModel]) -> list[Fault]:
-    """Return one fault per error, with RFC 6901 pointers. Raises Problem if the body is no JSON at all."""
+    """Return one fault per error, with RFC 6901 pointers. Raises Problem malformed-json if the body is not
+    JSON."""
     return [_body_fault(found, found["loc"], model) for found in error.errors(include_url=False)]
 
 
 def _body_fault(found: ErrorDetails, location: Sequence[int | str], model: type[BaseModel]) -> Fault:
-    """Return the fault of one field. Raises Problem if the body is no JSON at all."""
+    """Return the fault of one field. Raises Problem malformed-json if the body is not JSON."""
     if found["type"] == "json_invalid":
         raise Problem("malformed-json", why=found["ctx"]["error"])
     if found["type"] == "missing" and not location:
@@ -129,13 +131,13 @@ def problem_of(refused: Refused) -> Problem:
 
 
 def refuse(refused: Refused | None) -> None:
-    """Answer the request with the problem of a refusal, if there is one."""
+    """Raise the problem of a refusal. Does nothing if `refused` is None."""
     if refused is not None:
         raise problem_of(refused)
 
 
 def invalid(*faults: Fault) -> Problem:
-    """Return Problem validation-failed with all faults of a request."""
+    """Return a Problem validation-failed with all faults of a request. Its text describes the first fault."""
     first = f"{faults[0].pointer}: {faults[0].detail}".removeprefix(": ")
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return Problem("validation-failed", first + more, errors=faults)
@@ -148,7 +150,8 @@ def _fault(
     model: type[BaseModel],
     location: Sequence[int | str],
 ) -> Fault:
-    """`location`: pydantic's location, which also names the model that was chosen among several."""
+    """Return the fault. `location` is pydantic's location, which also names the model that was chosen among
+    several."""
     code = _CODES.get(found["type"], found["type"].replace("_", "-"))
     return Fault(pointer=pointer, detail=_detail(found, path, model, location), code=code)
 
@@ -172,7 +175,7 @@ def _detail(
             expectation = PATTERNS_IN_WORDS.get(pattern, f"must match {pattern}")
             return f"{expectation}; found {_shown(found['input'])}"
     message = text_of(found)
-    is_counted = found["type"].endswith(("too_short", "too_long"))  # the text says what it has
+    is_counted = found["type"].endswith(("too_short", "too_long"))  # pydantic's text gives the length found
     is_complete = found["type"] == "value_error" and isinstance(found["input"], dict | list)
     if is_counted or is_complete:
         return message
@@ -180,8 +183,8 @@ def _detail(
 
 
 def _meant_value(path: Sequence[int | str], found: ErrorDetails) -> str:
-    """Say what was probably meant: a time with its zone, a number of MiB instead of a size with a unit, or a
-    part of a GPU."""
+    """Return a hint at what was probably meant: a time with its zone, a number of MiB instead of a size with
+    a unit, or a part of a GPU. The hint is empty if nothing suggests one."""
     field, kind, value = str(path[-1]) if path else "", found["type"], found["input"]
     if kind in _TIME_FAULTS:
         return "; give a time with its zone, such as 2026-11-21T22:00:00Z"
@@ -194,7 +197,7 @@ def _meant_value(path: Sequence[int | str], found: ErrorDetails) -> str:
 
 
 def _meant_kind(run: Any) -> str:
-    """Return which of entrypoint, command and function was probably meant."""
+    """Return a hint at which of entrypoint, command and function was probably meant."""
     if not isinstance(run, dict) or not run:
         return ""
     for name in run:
@@ -205,7 +208,8 @@ def _meant_kind(run: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The value, shortened: only the kind of a container, only the length of a long string."""
+    """Return a short text of the value: the kind of a container, the length of a long string, or the value
+    itself."""
     match value:
         case dict():
             return "an object"
@@ -223,7 +227,8 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(name: str, model: type[BaseModel] | None) -> str:
-    """Return which field may be meant, in this object or one level deeper; empty if the object is unknown."""
+    """Return a hint at the field that may be meant, in this object or one level deeper; empty if `model` is
+    None."""
     if model is None:
         return ""
     inner = {
@@ -236,7 +241,8 @@ def _suggestion(name: str, model: type[BaseModel] | None) -> str:
 def _model_at(
     model: type[BaseModel], path: Sequence[int | str], location: Sequence[int | str]
 ) -> type[BaseModel] | None:
-    """The model that describes the object at `path`. `location` also names the chosen one of several."""
+    """Return the model of the object at `path`; None if it has none. `location` also names the model that was
+    chosen among several."""
     current: type[BaseModel] | None = model
     parts = iter(path)
     for part in parts:
@@ -254,7 +260,7 @@ def _model_at(
 
 
 def _field_path(location: Sequence[int | str], model: type[BaseModel]) -> list[int | str]:
-    """The location without what pydantic adds: tags of union members, and `[key]`."""
+    """Return the location without the parts that pydantic adds: tags of union members, and `[key]`."""
     top = model.model_fields.get(str(location[0])) if location else None
     tags = {_tag_of(inner) for inner in _models_in(top.annotation)} if top is not None else set()
     return [

@@ -1,4 +1,5 @@
-"""The sender of a request: names of the service, and bearer tokens, which are stored as hashes."""
+"""Checks of the name under which a client addresses the service, and of bearer tokens, which are stored as
+hashes."""
 
 import asyncio
 import base64
@@ -28,27 +29,28 @@ _HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::\d{1
 
 
 class Scope(StrEnum):
-    """A permission of a token. `*` stands for all of them."""
+    """A permission of a token. `*` stands for all permissions."""
 
     TASKS_READ = "tasks:read"
     TASKS_WRITE = "tasks:write"
     TASKS_CODE = CODE_SCOPE
-    """Submit pickled functions: any code, as the user that runs tasks."""
+    """The token may submit pickled functions, that is, run any code as the user that runs tasks."""
     TASKS_COMMAND = COMMAND_SCOPE
-    """Submit commands: any program, as the user that runs tasks."""
+    """The token may submit commands, that is, run any program as the user that runs tasks."""
     CLUSTER_READ = "cluster:read"
     CLUSTER_WRITE = "cluster:write"
     """The token may cordon, drain and uncordon nodes, keep idle templates, state that the holder of
     quarantined memory is gone, and resume what the leader has paused."""
     METRICS_READ = "metrics:read"
     MODELS_INFER = "models:infer"
-    """Send inferences, and read which models there are."""
+    """The token may send inferences, and list the models."""
     MODELS_MANAGE = "models:manage"
-    """Load and unload models, and change how their servers log and trace. A model may bring code with it."""
+    """The token may load and unload models, and change how their servers log and trace. A model may contain
+    code, which the server runs."""
     SECRETS_USE = SECRETS_SCOPE
-    """Name secrets of the tenant in the `env` of tasks: their code then can read them."""
+    """The token may name secrets of its tenant in the `env` of tasks, whose code can then read them."""
     SECRETS_WRITE = "secrets:write"
-    """Set and delete secrets of the tenant."""
+    """The token may set and delete secrets of its tenant."""
     ADMIN = "admin"
     """The token may manage tokens, shut the service down, pause the queues of tenants and streams, and see
     tasks and names of other tenants."""
@@ -56,7 +58,7 @@ class Scope(StrEnum):
 
 
 class Identity(Grant, frozen=True):
-    """The holder of a token, as far as the service knows."""
+    """The holder of a token, with its tenant and its permissions."""
 
     expires_at: Instant | None = None
 
@@ -64,15 +66,18 @@ class Identity(Grant, frozen=True):
         return scope in self.scopes or EVERY_SCOPE in self.scopes
 
     def require(self, scope: str, purpose: str, *others: str) -> None:
-        """Check that the token has the scope, or one of `others` that would do as well; `purpose` is what
-        needs it. Raises Problem forbidden."""
+        """Check that the token has `scope`, or one of `others`. `purpose` tells the client what the scope is
+        needed for. Raises Problem forbidden."""
         refused = lacks(self, scope, purpose, *others)
         if refused is not None:
             raise Problem(refused.code, refused.detail)
 
     def whose(self, named: str | None, what: str) -> str | None:
-        """Return the tenant whose things a list is of, by what the query names: `*` is all of them, which is
-        None. Raises Problem forbidden."""
+        """Return the tenant whose `what` a list shows, or None for all tenants.
+
+        `named` is the tenant in the query: `*` names all tenants, and None the token's own. Raises Problem
+        forbidden.
+        """
         if named is None or named == self.tenant:
             return self.tenant
         self.require(Scope.ADMIN, f"a list of other tenants' {what}")
@@ -87,22 +92,22 @@ RUN_SCOPES = (Scope.TASKS_READ, Scope.TASKS_WRITE)
 
 
 def identity_of_run(task: Task | None, fence: Fence) -> Identity | None:
-    """Return the identity of a run that is alive: it may read and submit for its tenant, up to its own
-    priority."""
+    """Return the identity of a run, which may read and submit tasks for its tenant up to its own priority;
+    None if the run has ended."""
     if task is None or task.fence != fence or not task.is_active:
         return None
     return Identity(f"task {task.id}", task.tenant, RUN_SCOPES, task.priority)
 
 
 def new_secret() -> str:
-    """Return a new secret: `gpb_` and 32 random bytes in lowercase base32: 256 bits, and nothing to quote in
-    a shell or a URL."""
+    """Return a new secret: `gpb_`, and 32 random bytes (256 bits) in lowercase base32, which needs no quoting
+    in a shell or a URL."""
     return TOKEN_PREFIX + base64.b32encode(secrets.token_bytes(32)).decode().rstrip("=").lower()
 
 
 def hash_of(secret: str) -> str:
-    """Return what is stored of a token. Plain SHA-256 is enough: 256 random bits cannot be guessed
-    offline."""
+    """Return the hash of a token's secret, which alone is stored. Plain SHA-256 is enough: 256 random bits
+    cannot be guessed offline."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
@@ -115,14 +120,14 @@ def new_token(
     now: Instant,
     expires_at: Instant | None = None,
 ) -> tuple[str, TokenRow]:
-    """The secret, which is stored nowhere, and the row to store."""
+    """Return the secret of a new token, which is stored nowhere, and the row to store."""
     secret = new_secret()
     granted = name, tenant, tuple(sorted(scopes)), max_priority
     return secret, TokenRow(*granted, sha256=hash_of(secret), created_at=now, expires_at=expires_at)
 
 
 class Tokens:
-    """All tokens of the store, by hash: how long a look-up takes says nothing about any secret."""
+    """All tokens of the store, by hash: the time that a look-up takes reveals nothing about a secret."""
 
     def __init__(
         self,
@@ -132,23 +137,25 @@ class Tokens:
         refresh_seconds: Seconds = Seconds(5.0),
         of_run: Callable[[str], Identity | None] = lambda _: None,
     ) -> None:
-        """`of_run`: the identity of a run whose token is stored nowhere."""
+        """`of_run` returns the identity of the run that has a secret, because the tokens of runs are not in
+        the store."""
         self._store = store
         self._of_run = of_run
         self._clock = clock
         self._refresh_seconds = refresh_seconds
         self._by_hash: dict[str, Identity] = {}
         self._begun = self._shown = 0
-        """Numbers of loads: of the one that began last, and of the one that `_by_hash` is from."""
+        """The number of the load that began last, and the number of the load that `_by_hash` comes from."""
         self._drops = 0
+        """The number of tokens dropped so far."""
 
     def tenants(self) -> set[str]:
-        """Return the tenants of all tokens, expired ones too."""
+        """Return the tenants of all tokens, including expired tokens."""
         return {identity.tenant for identity in self._by_hash.values()}
 
     async def load(self) -> None:
-        """Read all rows; called at start and after a change. Loads may overlap: the one that began last
-        counts, and none brings back what was dropped while it read."""
+        """Read all tokens from the store. Call it at start and after a change. Loads may overlap: the load
+        that began last counts, and no load brings back a token that was dropped while it read."""
         while True:
             drops = self._drops
             self._begun += 1
@@ -165,12 +172,13 @@ class Tokens:
         }
 
     def drop(self, name: str) -> None:
-        """The store has dropped it."""
+        """Drop the token with this name. Call it once the store has deleted the token."""
         self._drops += 1
         self._by_hash = {key: identity for key, identity in self._by_hash.items() if identity.name != name}
 
     async def keep_fresh(self, changed: asyncio.Event) -> None:
-        """Reload after a change of another process, and once in `refresh_seconds`, until cancelled."""
+        """Reload the tokens whenever `changed` is set, and at least every `refresh_seconds`, until cancelled.
+        `changed` says that another process has changed tokens."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._refresh_seconds):
@@ -182,12 +190,12 @@ class Tokens:
                 log.warning("tokens not refreshed; the known ones stay valid", fault=str(fault))
 
     def identify(self, secret: str) -> Identity | None:
-        """Return the token; None if there is no such token or it has expired."""
+        """Return the holder of the token with this secret; None if there is no such token or it has
+        expired."""
         return self.holder(hash_of(secret)) or self._of_run(secret)
 
     def holder(self, sha256: str) -> Identity | None:
-        """Return the identity of the token with this hash; None if there is no such token or it has
-        expired."""
+        """Return the holder of the token with this hash; None if there is no such token or it has expired."""
         identity = self._by_hash.get(sha256)
         if identity is None or identity.expires_at is None or identity.expires_at > self._clock.now():
             return identity
@@ -199,19 +207,21 @@ class Tokens:
 
 
 class Callers:
+    """Checks the Host and Authorization headers of requests."""
+
     def __init__(self, tokens: Tokens, allowed_hosts: Iterable[str]) -> None:
         self._tokens = tokens
         self._hosts = LOOPBACK_NAMES | {host.strip("[]").lower() for host in allowed_hosts}
 
     def check_host(self, header: bytes) -> None:
-        """Check the Host header against DNS rebinding: a page in a browser may reach our address, but cannot
-        fake this name. Raises Problem host-not-allowed."""
+        """Check the Host header, as a protection from DNS rebinding: a page in a browser may reach the
+        service's address, but it cannot choose the Host header. Raises Problem host-not-allowed."""
         host = _without_port(header)
         if host not in self._hosts:
             raise Problem("host-not-allowed", host=host, known=", ".join(sorted(self._hosts)))
 
     def identify(self, authorization: bytes | None) -> Identity:
-        """The holder of the token in this header. Raises Problem unauthenticated."""
+        """Return the holder of the token in an Authorization header. Raises Problem unauthenticated."""
         if authorization is None:
             raise _unauthenticated("no token was sent")
         scheme, _, secret = authorization.decode("latin-1").partition(" ")
@@ -230,8 +240,8 @@ def _unauthenticated(found: str, challenge: str = "") -> Problem:
 
 @lru_cache(256)
 def _without_port(header: bytes) -> str:
-    """Return the host without its port: `[::1]:8470` -> `::1`, `localhost:8470` -> `localhost`; anything else
-    is returned as it is."""
+    """Return the host without its port: `::1` for `[::1]:8470`, `localhost` for `localhost:8470`. A header
+    that is not a host is returned unchanged."""
     host = header.decode("latin-1")
     parts = _HOST.fullmatch(host)
     return host if parts is None else (parts["six"] or parts["name"]).lower()

@@ -21,7 +21,7 @@ _TASK_ID = re.compile(r"task_[0-7][0-9a-hjkmnp-tv-z]{25}")
 
 
 class Ids:
-    """Makes unique ids that, within this process, only ascend, even if the clock goes back."""
+    """Makes unique ids. Within this process they ascend, even if the clock goes back."""
 
     def __init__(self) -> None:
         self._ms = 0
@@ -32,24 +32,24 @@ class Ids:
         return TaskId("task_" + self._next(now))
 
     def tasks(self, now: Instant, count: int) -> list[TaskId]:
-        """Return ids with one prefix and ascending numbers at their ends (RFC 9562, 6.2)."""
+        """Return `count` ids that begin alike and end in ascending numbers (RFC 9562, 6.2)."""
         first = "task_" + self._next(now)
         start = self._random.randrange((1 << _NUMBERED_BITS) - count)
         numbers = range(start, start + count)
         return [TaskId(f"{first[:-4]}{_PAIRS[n >> 10]}{_PAIRS[n & 0x3FF]}") for n in numbers]
 
     def request(self, now: Instant) -> str:
-        """Return the id of a request to the leader; `req_` is an HTTP request."""
+        """Return the id of a request to the leader. Ids of HTTP requests begin with `req_` instead."""
         return "ask_" + self._next(now)
 
     def exchange(self) -> str:
-        """Return the id of one HTTP request, for its answer and the log: unique, and in no order, which is
-        cheaper."""
+        """Return the id of one HTTP request, for its answer and the log. These ids are unique but do not
+        ascend, which makes them cheaper."""
         return f"req_{self._random.getrandbits(104):026x}"
 
     def _next(self, now: Instant) -> str:
-        """Return the next id: 48 bits of milliseconds, a 12-bit counter within the millisecond, 62 random
-        bits."""
+        """Return the next id, which consists of 48 bits of milliseconds, a 12-bit counter within the
+        millisecond, and 62 random bits."""
         ms = int(now * 1000)
         if ms > self._ms:
             self._ms, self._counter = ms, 0

@@ -1,5 +1,5 @@
-"""Refuses requests that the leader does not know: during an upgrade it may be of an earlier release than this
-gateway."""
+"""Refuses requests that the leader does not know. During an upgrade the leader may be of an earlier release
+than this gateway."""
 
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
@@ -12,9 +12,12 @@ from gpubroker_server.ports.last_values import LeaderSeen
 
 
 class Since(NamedTuple):
+    """The release in which a feature appeared."""
+
     release: str
-    """The first whose leaders know it."""
+    """The first release whose leaders know the feature."""
     named: str
+    """The name of the feature in a refusal."""
 
 
 _PAUSE, _CORDON = Since("0.3.0", "pausing a queue"), Since("0.3.0", "cordon and drain of nodes")
@@ -46,17 +49,19 @@ KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "stream": _STREAM,
     "stream_signal": _STREAM,
 }
-"""Feature -> the release since which a leader has it; an earlier leader ignores it or does it wrong. Keys are
-`Request.what`, or a word of our own."""
+"""Feature -> the release in which it appeared; an earlier leader ignores the feature or handles it wrongly. A
+key is a value of `Request.what`, or a word that callers of `LeaderRelease.require` use."""
 
 
 class LeaderRelease(Struct, frozen=True):
+    """Checks that the leader's release knows a feature."""
+
     leader: Callable[[], LeaderSeen | None]
 
     def require(self, request: str) -> None:
-        """Check that the leader knows this. Raises Problem leader-outdated if it needs a later release than
-        the one that leads. Whatever is not in the table, each leader knows; where none leads, the next one is
-        not known."""
+        """Check that the leader knows a feature. Raises Problem leader-outdated if the leader is of an
+        earlier release than the feature. A feature that is not in `KNOWN_SINCE` is known to every leader.
+        Without a leader nothing is refused, because the release of the next one is not known."""
         since, leader = KNOWN_SINCE.get(request), self.leader()
         if since is None or leader is None:
             return

@@ -1,4 +1,5 @@
-"""The checks before a request's route (host, token, encoding, size), and the answers to exceptions."""
+"""The checks of a request before its route runs (host, token, encoding, size), and the answers to
+exceptions."""
 
 import asyncio
 import time
@@ -32,7 +33,7 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 """The paths that are answered without a token. Every other path, known or not, needs one."""
 
 _BODY_LIMITS = {"/tasks/batch": "batch_body_bytes", "/objects": "object_bytes"}
-"""Paths with a limit of their own."""
+"""Path -> the setting that limits its bodies. Other paths have `body_bytes`."""
 
 _NO_ROUTE = "unmatched"
 
@@ -40,8 +41,8 @@ LINGER_SECONDS = 2.0
 
 
 class RequestMiddleware:
-    """Handles every request, as pure ASGI, outermost. Any exception is answered with a problem, and no
-    traceback leaves the process."""
+    """The outermost ASGI application. Every exception is answered with a problem, and no traceback leaves the
+    process."""
 
     def __init__(
         self,
@@ -56,7 +57,8 @@ class RequestMiddleware:
         disk_full: Callable[[], str] = str,
         proxies: TrustedProxies | None = None,
     ) -> None:
-        """`parts`: type -> the object of this type that routes get as a parameter."""
+        """`parts` maps a type to the object of this type that routes get as a parameter. `disk_full` returns
+        a text about a full disk, or an empty one. `access_log` says whether each request is logged."""
         self._router = router
         self._fixed = {
             (method, route.path): route
@@ -64,7 +66,8 @@ class RequestMiddleware:
             if isinstance(route, APIRoute) and not route.param_convertors
             for method in route.methods or ()
         }
-        """Routes without path parameters: one look-up instead of one pattern after the other."""
+        """The routes without path parameters, by method and path: one look-up replaces a match with each
+        pattern."""
         self._parts = parts
         self._callers = callers
         self._ids = ids
@@ -85,7 +88,7 @@ class RequestMiddleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
         if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}  # uvicorn sends the head alone
+            scope = {**scope, "method": "GET"}  # uvicorn leaves the body out of the answer
         request_id = self._ids.exchange()
         current_request.set(request_id)
         scope["state"] = {"parts": self._parts, "request_id": request_id}
@@ -103,7 +106,7 @@ class RequestMiddleware:
         except Exception as fault:
             problem = self._problem_of(fault, scope)
             if answering.status:
-                raise  # the answer has begun: only closing the connection tells the client
+                raise  # The answer has begun, so only closing the connection tells the client of the fault.
             refusal = problem_response(problem, scope)
             if problem.code == "payload-too-large":
                 await _answer_while_it_sends(refusal, scope, receive, answering)
@@ -138,7 +141,8 @@ class RequestMiddleware:
             await route.app(scope, receive, send)
 
     def _limited(self, path: str, headers: Mapping[bytes, bytes], receive: Receive) -> Receive:
-        """Refuse an encoded body and one with too large a Content-Length; count one without it."""
+        """Return the `receive` that limits the body: one without a Content-Length is counted as it arrives.
+        Raises Problem for an encoded body, and for a Content-Length that is too large."""
         encoding = headers.get(b"content-encoding")
         if encoding is not None and (encoding := encoding.strip().lower()) != b"identity":
             raise Problem(
@@ -186,18 +190,19 @@ class RequestMiddleware:
         return Problem("internal-error", request_id=request_id)
 
     def _no_route(self, scope: Scope) -> Problem:
-        """Return 404 or 405. The router itself knows only the first of several routes of a path."""
+        """Return a problem with status 404 or 405. The routes are searched again, because the router looks
+        only at the first route of a path."""
         method, path = scope["method"], scope["path"]
         routes = [route for route in self._router.routes if isinstance(route, Route)]
         here = [route for route in routes if route.path_regex.match(path)]
-        known = {method for route in here for method in route.methods or ()}
+        methods = {method for route in here for method in route.methods or ()}
         if not here:
             prefix = current_prefix.get()
             if prefix and path.startswith(f"{prefix}/"):
                 detail = f"there is nothing at {path[:200]}: have the proxy take {prefix} off the path"
                 return Problem("not-found", detail)
             return Problem("not-found", f"there is nothing at {path[:200]}; /openapi.json lists all paths")
-        allowed = ", ".join(sorted(known | {"HEAD"} if "GET" in known else known))
+        allowed = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
         return Problem(
             "method-not-allowed", headers={"Allow": allowed}, path=path, method=method, allowed=allowed
         )
@@ -218,8 +223,9 @@ def _refused(fault: RequestValidationError, route: APIRoute) -> Problem:
 
 
 async def _answer_while_it_sends(refusal: Response, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer at once, and drop for a moment what still comes: a connection that is closed with bytes unread
-    is reset, and a client or proxy in the middle of sending loses the answer."""
+    """Send the refusal at once, and drop the rest of the body for up to `LINGER_SECONDS`. A connection that
+    is closed with unread bytes is reset, and a client or proxy that is still sending would lose the
+    answer."""
 
     async def unfinished(message: Message) -> None:
         is_body = message["type"] == "http.response.body"

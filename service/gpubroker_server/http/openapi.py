@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI derives from the routes, and what it cannot know."""
+"""The OpenAPI document: FastAPI derives most of it from the routes, and this module adds the rest."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -40,7 +40,8 @@ _LISTS = re.compile(r"\b(Page|Listed|Overview)[_\[](\w+?)[_\]](?=\")")
 
 
 def is_wire_form(form: Any) -> bool:
-    """True for a Struct of `gpubroker.wire`, also for one of certain items, such as `Page[Lease]`."""
+    """Return True if `form` is a Struct, including a generic Struct with its parameter, such as
+    `Page[Lease]`."""
     kind = get_origin(form) or form
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
@@ -51,12 +52,13 @@ def reference_to(form: Any) -> dict[str, Any]:
 
 
 def _schemas_of(forms: Iterable[Any]) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
-    """Return a reference to each form, and by name the schemas of all."""
+    """Return a reference to the schema of each form, and all schemas by name."""
     return msgspec.json.schema_components(forms, schema_hook=_plain_schema, ref_template=REFERENCE)
 
 
 def _named_by_items(schemas: dict[str, Any]) -> dict[str, Any]:
-    """Name lists by what they have: msgspec calls a `Page[Lease]` Page_Lease_, and the document LeasePage."""
+    """Return the schemas with lists named by their items: msgspec calls a `Page[Lease]` Page_Lease_, and the
+    document calls it LeasePage."""
     text = msgspec.json.encode(schemas).decode()
     named: dict[str, Any] = msgspec.json.decode(_LISTS.sub(lambda list: list[2] + _ENDINGS[list[1]], text))
     return named
@@ -69,8 +71,8 @@ def _plain_schema(kind: type) -> dict[str, Any]:
 
 
 def _wire_schemas(forms: Iterable[Any]) -> dict[str, Any]:
-    """Return the schemas of the answers. States stay open, unless they are settled: clients must accept
-    unknown ones."""
+    """Return the schemas of the answers. A schema lists the values of a state only if the state is a
+    SettledState: clients must accept unknown values of all others."""
     _, schemas = _schemas_of(forms)
     states = {
         state.__name__: _states_in(state)
@@ -87,7 +89,8 @@ def _wire_schemas(forms: Iterable[Any]) -> dict[str, Any]:
 
 
 def _require_what_is_always_written(schema: dict[str, Any]) -> None:
-    """A default is for the code that makes the value: an answer has the field in any case."""
+    """Declare fields with a default as required, and drop the default. The default serves the code that makes
+    the value: an answer always has the field."""
     fields = schema.get("properties", {})
     always = [name for name, field in fields.items() if "default" in field]
     for name in always:
@@ -98,14 +101,14 @@ def _require_what_is_always_written(schema: dict[str, Any]) -> None:
 
 
 def _states_in(kind: type[KnownState]) -> dict[str, Any]:
-    known = [state.value for state in kind if state.value != "unknown"]
+    values = [state.value for state in kind if state.value != "unknown"]
     if issubclass(kind, SettledState):
-        return {"type": "string", "enum": known}
-    return {"description": f"{', '.join(known)}.", "type": "string"}
+        return {"type": "string", "enum": values}
+    return {"description": f"{', '.join(values)}.", "type": "string"}
 
 
 def _with_states(schema: Any, states: Mapping[str, dict[str, Any]]) -> Any:
-    """Write states where they are referred to."""
+    """Return the schema with each reference to a state replaced by the schema of the state."""
     if isinstance(schema, list):
         return [_with_states(item, states) for item in schema]
     if not isinstance(schema, dict):
@@ -116,7 +119,7 @@ def _with_states(schema: Any, states: Mapping[str, dict[str, Any]]) -> Any:
 
 
 def complete(app: FastAPI, forms: Iterable[Any]) -> dict[str, Any]:
-    """Return the whole document; `forms`: the types of the answers. It is built once per app."""
+    """Return the whole document, which is built once per app. `forms` are the types of the answers."""
     if app.openapi_schema is None:
         document = get_openapi(
             title="gpubroker",
@@ -132,16 +135,17 @@ def complete(app: FastAPI, forms: Iterable[Any]) -> dict[str, Any]:
                 _polish(operation)
         schemas = document["components"]["schemas"]
         answers = _wire_schemas([*forms, ProblemDocument])
-        if twice := answers.keys() & schemas.keys():
-            raise TypeError(f"answers and bodies have types of the same name: {', '.join(sorted(twice))}")
+        if shared := answers.keys() & schemas.keys():
+            raise TypeError(f"answers and bodies have types of the same name: {', '.join(sorted(shared))}")
         document["components"]["schemas"] = dict(sorted((schemas | answers).items()))
         app.openapi_schema = document
     return app.openapi_schema
 
 
 def _polish(operation: dict[str, Any]) -> None:
-    """Make the docstring's first line the summary. A parameter may be left out, but not null. Of several
-    scopes any will do, which takes a requirement for each."""
+    """Correct what FastAPI derives of an operation. The first line of the docstring becomes the summary. A
+    parameter may be left out, but it is not null. One of several scopes is enough, which OpenAPI expresses as
+    one requirement per scope."""
     summary, _, rest = operation.pop("description").partition("\n\n")
     operation["summary"] = summary.rstrip(".")
     if rest:
@@ -161,7 +165,8 @@ def _polish(operation: dict[str, Any]) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as a block, and no references to earlier values."""
+    """Writes text of several lines as a block, and writes equal values out instead of referring to the
+    first."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002  # the signature is yaml's
         return True
@@ -175,5 +180,5 @@ _Dumper.add_representer(str, _write_text)
 
 
 def openapi_yaml(document: dict[str, Any]) -> str:
-    """The document as `openapi.yaml` holds it."""
+    """Return the document as the text of `openapi.yaml`."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

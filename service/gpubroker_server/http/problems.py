@@ -1,4 +1,5 @@
-"""Every error of the API, with status, title and text: RFC 9457 problem details. See also docs/errors.md."""
+"""Every error of the API, with its status, title and text, as RFC 9457 problem details. See also
+docs/errors.md."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -33,9 +34,10 @@ class ProblemKind(Struct, frozen=True):
     status: int
     title: str
     detail: str = ""
-    """The text, with names in braces for what was asked and found; empty if each problem has its own."""
+    """A template of the text, in which names in braces stand for values; empty if each problem brings its own
+    text."""
     retryable: bool = False
-    """True if the very same request may succeed later."""
+    """True if repeating the request unchanged may succeed later."""
 
 
 CATALOGUE: Final[Mapping[str, ProblemKind]] = {
@@ -63,7 +65,7 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "the head of a request did not come within {seconds} s (limits.head_seconds); send it at once",
         retryable=True,
     ),
-    # 409: the request is valid, but not in the present state of what it names.
+    # 409: the request is valid, but what it names is not in a state that allows it.
     "task-already-finished": ProblemKind(
         409,
         "The task has already finished",
@@ -324,16 +326,16 @@ RUN_PROBLEMS = (
 )
 """The reasons why a task that runs code is refused."""
 SUBMIT_PROBLEMS = f"malformed-json payload-too-large unsupported-media-type {RUN_PROBLEMS}"
-"""The reasons why a body that asks for such a task is refused."""
+"""The reasons why a body that submits a task that runs code is refused."""
 
 _NOT_NOW = frozenset({429, 503})
 _RETRY_AFTER_SECONDS = "1"
 
 
 class Problem(Exception):
-    """Ends a request with this problem. `code` must be in the catalogue.
+    """An error that the request is answered with. `code` must be in the catalogue.
 
-    Give either `detail`, or the `values` for the catalogue's text.
+    Give either `detail`, or in `values` the values for the catalogue's text.
     """
 
     def __init__(
@@ -354,7 +356,7 @@ class Problem(Exception):
 
 
 def problem_document(problem: Problem, scope: Mapping[str, Any]) -> ProblemDocument:
-    """Return the answer to the request of this ASGI scope."""
+    """Return the body of the answer that reports the problem. `scope` is the ASGI scope of the request."""
     kind = problem.kind
     return ProblemDocument(
         type=f"{DOCS}#{problem.code}",
@@ -375,7 +377,7 @@ def problem_response(problem: Problem, scope: Mapping[str, Any]) -> Response:
 
 
 def headers_of(problem: Problem) -> dict[str, str]:
-    """The problem's own headers, and Retry-After where trying again helps."""
+    """Return the problem's own headers, with Retry-After if its status is 429 or 503."""
     headers = dict(problem.headers)
     if problem.kind.status in _NOT_NOW:
         headers.setdefault("Retry-After", _RETRY_AFTER_SECONDS)

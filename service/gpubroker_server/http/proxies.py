@@ -1,5 +1,5 @@
-"""Reads the headers in which proxies in front of the service name the client. Only headers from proxies that
-the operator trusts are believed."""
+"""Reads the headers in which proxies in front of the service name the client. Headers are read only from
+proxies that the operator trusts."""
 
 import re
 from collections.abc import Iterable
@@ -10,24 +10,26 @@ from ipaddress import IPv6Address, ip_address, ip_network
 FORWARDED_FOR, FORWARDED_PREFIX = b"x-forwarded-for", b"x-forwarded-prefix"
 MOST_HOPS = 20
 PREFIX = re.compile(r"(?:/[A-Za-z0-9._~-]+){1,20}")
-"""The path below which a proxy has the service, and which it takes off before it passes a request on."""
+"""The pattern of the path under which a proxy publishes the service. The proxy removes this path from a
+request before it passes the request on."""
 
 current_prefix: ContextVar[str] = ContextVar("current_prefix", default="")
-"""The prefix of the request that is being answered: addresses in answers begin with it."""
+"""The path prefix of the request that is being answered. Paths in the answer begin with it."""
 
 
 class TrustedProxies:
     def __init__(self, networks: Iterable[str] = (), root_path: str = "") -> None:
-        """`networks`: addresses, or networks such as 10.0.0.0/8. `root_path`: the prefix of requests of
-        which no trusted proxy says another one."""
+        """`networks` lists the trusted addresses and networks, such as 10.0.0.0/8. `root_path` is the prefix
+        of requests for which no trusted proxy names another one."""
         self._root_path = root_path
         self._networks = tuple(ip_network(given, strict=False) for given in networks)
         self.may_be_below_a_path = bool(root_path or self._networks)
         self.trusts = lru_cache(1024)(self._trusts)
 
     def client_of(self, peer: str, forwarded: Iterable[bytes]) -> str:
-        """Return the address of the client of a request: the last one in X-Forwarded-For that no trusted
-        proxy has, if the connection comes from a trusted proxy; otherwise that of the connection."""
+        """Return the address of the client of a request. This is `peer`, the other end of the connection,
+        unless that is a trusted proxy: then it is the last address in X-Forwarded-For that is not a trusted
+        proxy."""
         if not self.trusts(peer):
             return peer
         hops = b",".join(forwarded).decode("latin-1").split(",")[-MOST_HOPS:]
@@ -35,7 +37,7 @@ class TrustedProxies:
         for hop in reversed(hops):
             address = _without_port(hop.strip())
             if not address:
-                break  # what is before it may be anything
+                break  # The entries before an invalid one may be forged.
             client = address
             if not self.trusts(address):
                 break
@@ -45,9 +47,9 @@ class TrustedProxies:
         """Return the prefix of a request, without a slash at its end."""
         if not self.trusts(peer):
             return self._root_path
-        said = next((value for name, value in headers if name == FORWARDED_PREFIX), b"")
-        text = said.decode("latin-1").strip().rstrip("/")
-        return text if PREFIX.fullmatch(text) else self._root_path
+        header = next((value for name, value in headers if name == FORWARDED_PREFIX), b"")
+        prefix = header.decode("latin-1").strip().rstrip("/")
+        return prefix if PREFIX.fullmatch(prefix) else self._root_path
 
     def _trusts(self, peer: str) -> bool:
         try:
@@ -60,7 +62,7 @@ class TrustedProxies:
 
 
 def _without_port(hop: str) -> str:
-    """Return the address of one hop, as some proxies write it with a port; empty if it is none."""
+    """Return the address of one hop without the port that some proxies add; empty if it is not an address."""
     if hop.startswith("["):
         hop = hop[1:].partition("]")[0]
     elif hop.count(":") == 1:

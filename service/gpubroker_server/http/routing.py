@@ -1,5 +1,5 @@
-"""Routes: ordinary FastAPI, with a request that gives a body as bytes, scopes as a dependency, and answers of
-`gpubroker.wire` that msgspec writes.
+"""Routes of ordinary FastAPI, with three additions: `Call` gives the body as bytes, scopes are a dependency,
+and msgspec writes answers whose types are in `gpubroker.wire`.
 
 An endpoint is declared with `Resource.route`. Its parameters are FastAPI's: path parameters as `str`, one
 `Annotated[<Query model>, Query()]`, headers, one `JsonBody[<model>]`, and dependencies: `Parts`, `Caller`, or
@@ -29,10 +29,12 @@ from gpubroker_server.http.problems import CATALOGUE, MEDIA_TYPE, Problem
 JSON_LENGTH = "Inference-Header-Content-Length"
 """The header of Triton's protocol that gives the length of the JSON if binary data follows it."""
 _encode = msgspec.json.Encoder(enc_hook=plain).encode
-"""Floats that JSON cannot express become null."""
+"""Encodes an answer as JSON. Floats that JSON cannot express become null."""
 
 
 class Call(Request):
+    """A request whose body is read as bytes."""
+
     _whole_body: bytes | None = None
 
     async def json(self) -> bytes:
@@ -47,14 +49,15 @@ class Call(Request):
         return self._whole_body
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the body as it comes, without keeping it. Starlette's stream is slow for one message."""
+        """Yield the body part by part as it arrives, without keeping it. Starlette's `stream` is slow for a
+        body of one message."""
         has_more = True
         while has_more:
             part, has_more = await self._next_part()
             yield part
 
     async def _next_part(self) -> tuple[bytes, bool]:
-        """Return the next part, and whether more follow. Raises ClientDisconnect."""
+        """Return the next part of the body, and True if more parts follow. Raises ClientDisconnect."""
         message = await self.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
@@ -62,26 +65,27 @@ class Call(Request):
 
     @property
     def identity(self) -> Identity:
-        """The sender. Routes that need no token have none."""
+        """The holder of the request's token. Do not read it in routes that need no token."""
         identity: Identity = self.scope["state"]["identity"]
         return identity
 
     def header(self, name: bytes) -> str | None:
-        """Return a header by its name in lower case, as ASGI has it."""
+        """Return the value of a header, or None. `name` must be in lower case, as in ASGI."""
         value: bytes | None = self.scope["state"]["headers"].get(name)
         return None if value is None else value.decode("latin-1")
 
 
 class BinaryCall(Call):
-    """A request whose body is JSON and perhaps binary data; a header then gives the length of the JSON."""
+    """A request whose body is JSON that binary data may follow. If it does, a header gives the length of the
+    JSON."""
 
     async def body(self) -> bytes:
-        """Return the JSON. Raises Problem."""
+        """Return the JSON part of the body. Raises Problem header-invalid if the length is invalid."""
         whole = await super().body()
         return whole[: self._json_length(whole)]
 
     async def binary_data(self) -> bytes:
-        """Return what follows the JSON."""
+        """Return the bytes that follow the JSON."""
         whole = await super().body()
         length = self._json_length(whole)
         return b"" if length is None else whole[length:]
@@ -100,7 +104,11 @@ class BinaryCall(Call):
 def answer(
     content: Any, status: int = 200, headers: Mapping[str, str] | None = None, *, member: bytes = b""
 ) -> Response:
-    """Return a JSON answer. `content`: of `gpubroker.wire`; `member`: one more member, as JSON text."""
+    """Return a JSON answer.
+
+    `content` is a value of a type in `gpubroker.wire`. `member` is JSON text that is added to the object as
+    its last member.
+    """
     body = _encode(content)
     if member:
         body = b"".join((body[:-1], b",", member, b"}"))
@@ -108,7 +116,7 @@ def answer(
 
 
 def json_answer(text: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return an answer that is JSON text already."""
+    """Return an answer whose body is `text`, which must be JSON."""
     return JsonAnswer(text, status, headers)
 
 
@@ -149,7 +157,8 @@ async def _without_parameters(_query: Annotated[_NoParameters, params.Query()]) 
 
 
 async def _as_json(call: Request) -> None:
-    """Check the content type of a body. Raises Problem unsupported-media-type if it claims not to be JSON."""
+    """Check the content type of the body. Raises Problem unsupported-media-type if a body that is not empty
+    has a Content-Type other than JSON."""
     is_binary = JSON_LENGTH in call.headers
     if call.headers.get("content-type") not in (None, JSON) and not is_binary and await call.body():
         check_content_type(call.headers["content-type"])
@@ -177,13 +186,13 @@ class Route(APIRoute):
 
         body = None if self.body_field is None else self.body_field.field_info.annotation
         is_binary = isinstance(body, type) and issubclass(body, BinaryBody)
-        kind_of_call = BinaryCall if is_binary else Call
+        call_class = BinaryCall if is_binary else Call
 
         async def handle_call(request: Request) -> Response:
             try:
-                return await handle(kind_of_call(request.scope, request.receive))
+                return await handle(call_class(request.scope, request.receive))
             except HTTPException as wrapped:
-                # FastAPI makes this of whatever ends the reading of a body: a disconnect, or too many bytes.
+                # FastAPI wraps every exception that reading the body raises: a disconnect, or too many bytes.
                 raise wrapped.__cause__ or wrapped from None
 
         return handle_call
@@ -196,7 +205,7 @@ class Resource:
         self._router = APIRouter(route_class=route_class, tags=[tag])
         self.routes = self._router.routes
         self.forms: list[Any] = []
-        """The types of `gpubroker.wire` that its answers have."""
+        """The types of the routes' answers that are in `gpubroker.wire`."""
 
     def route(
         self,
@@ -210,11 +219,14 @@ class Resource:
         responses: Mapping[int | str, dict[str, Any]] = NO_RESPONSES,
         **options: Any,
     ) -> Callable[[Endpoint], Endpoint]:
-        """Declare an endpoint at a method and path, as `GET /tasks`.
+        """Return a decorator that declares an endpoint.
 
-        `scope` is checked before anything else: the token needs it, or one of several; None: it needs none.
-        `view`: type of the answer. `problems`: codes, separated by spaces, besides those of every route.
-        `accepted`: what the answer 202 means, if it may come with the same type. `options` are FastAPI's.
+        `at` is a method and a path, such as `GET /tasks`. `id` is the operation id in the OpenAPI document.
+        `scope` is the scope that the token needs, or several of which it needs one; it is checked before
+        anything else, and None stands for a route that needs no token. `view` is the type of the answer.
+        `problems` lists, separated by spaces, the codes of problems that not every route has. `accepted`
+        describes the answer 202 if the route may also give one of type `view`. `options` are passed to
+        FastAPI.
         """
         declared: dict[int | str, dict[str, Any]] = {
             status: {**described} for status, described in responses.items()
@@ -249,7 +261,8 @@ class Resource:
         return declare
 
     def _describe_wire_forms(self, declared: Mapping[int | str, dict[str, Any]]) -> None:
-        """FastAPI takes no Struct as `response_model`: the document gets a reference to its schema."""
+        """Replace each Struct among the responses by a reference to its schema, because FastAPI takes no
+        Struct as a model."""
         for response in declared.values():
             if is_wire_form(response.get("model")):
                 form = response.pop("model")
@@ -258,7 +271,8 @@ class Resource:
 
 
 def _refusing(endpoint: Callable[..., Any]) -> list[params.Depends]:
-    """Return what refuses query parameters and bodies that the endpoint has no use for."""
+    """Return the dependencies that refuse query parameters if the endpoint takes none, and check the content
+    type if it takes a body."""
     hints = get_type_hints(endpoint, include_extras=True).values()
     marks = [mark for hint in hints if get_origin(hint) is Annotated for mark in get_args(hint)[1:]]
     needs = []
@@ -270,8 +284,8 @@ def _refusing(endpoint: Callable[..., Any]) -> list[params.Depends]:
 
 
 def check_content_type(given: str | None) -> None:
-    """Accept JSON by any of its names, and no header: the parser decides whether the body is JSON. Raises
-    Problem."""
+    """Check a Content-Type header. Every media type of JSON is accepted, and so is a request without the
+    header: the parser decides whether the body is JSON. Raises Problem unsupported-media-type otherwise."""
     if given is None or given == JSON:
         return
     kind = given.partition(";")[0].strip().lower()

@@ -1,4 +1,4 @@
-"""Times in requests and answers, RFC 3339, and how old the World is that an overview shows."""
+"""Times in requests and answers, as in RFC 3339, and the age of the World that an overview shows."""
 
 import re
 from collections.abc import Mapping
@@ -25,7 +25,8 @@ _WRITTEN_OUT = re.compile(r"\d{4}-\d\d-\d\d[Tt_ ]\d\d:\d\d(:\d\d([.,]\d+)?)?([Zz
 
 
 def _written_out(value: Any) -> Any:
-    """Refuse numbers, which pydantic would take for seconds since 1970, and dates."""
+    """Return the value. Raises PydanticCustomError for a number, which pydantic would take for seconds since
+    1970, and for a date without a time."""
     if isinstance(value, datetime) or (isinstance(value, str) and _WRITTEN_OUT.fullmatch(value.strip())):
         return value
     raise PydanticCustomError("time_form", "must be a date and a time")
@@ -52,7 +53,7 @@ class Follower(Protocol):
 
     @property
     def world(self) -> World:
-        """The World, which routes only read."""
+        """The World. Treat it as read-only."""
 
     @property
     def clock(self) -> Clock: ...
@@ -66,14 +67,15 @@ class Follower(Protocol):
 
     @property
     def is_clock_contradicted(self) -> bool:
-        """Return True if the database's clock does not count."""
+        """True if the clock of the database contradicts the clock of this process, and is therefore
+        ignored."""
 
     def why_stale(self) -> str:
-        """Return what to do if waiting will not make the World current; empty otherwise."""
+        """Return a text that says what to do if waiting does not make the World current; empty otherwise."""
 
 
 class Freshness:
-    """Refuses an overview that is too old, and waits until the World has heard of recent commits."""
+    """Refuses to show a World that is too old, and waits until the World contains recent commits."""
 
     def __init__(self, follower: Follower, store: TaskStore, waiters: Waiters, limits: ServiceLimits) -> None:
         self._follower = follower
@@ -90,7 +92,8 @@ class Freshness:
         return self._follower.is_clock_contradicted
 
     def moment(self) -> Moment:
-        """Return when the World was as it is shown. Raises Problem follower-stale if it is too old."""
+        """Return the time, age and log position of the World. Raises Problem follower-stale if the World is
+        too old."""
         if self.is_stale:
             age_seconds = self._follower.age_seconds()
             detail = self._follower.why_stale() or (
@@ -101,7 +104,7 @@ class Freshness:
         return self.last_moment()
 
     def last_moment(self) -> Moment:
-        """Return the same however old the World is."""
+        """Return the time, age and log position of the World, however old it is."""
         age_seconds, world = self._follower.age_seconds(), self._follower.world
         return {
             "as_of": Time.at(world.as_of),
@@ -110,9 +113,10 @@ class Freshness:
         }
 
     async def catch_up(self) -> None:
-        """Return when the World has all that was committed before this call, or after `settle_seconds`.
+        """Wait until the World contains all that was committed before this call, for at most
+        `settle_seconds`.
 
-        An explanation then agrees with what a client has already read in a row or in the log.
+        An explanation then agrees with the rows and events that a client has already read.
         """
         head = await self._store.head()
         if self._follower.world.position < head:

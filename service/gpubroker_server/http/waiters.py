@@ -1,4 +1,4 @@
-"""Requests that wait: for their turn, for the end of a task, or for the leader to do something."""
+"""Requests that wait for their turn, for the end of a task, or for the leader to do something."""
 
 import asyncio
 import contextlib
@@ -31,15 +31,16 @@ log = structlog.get_logger("gpubroker.gateway")
 T = TypeVar("T")
 
 PER_COMMIT = 1_000
-"""The number of requests to the leader that are stored together."""
+"""The number of requests to the leader that are stored in one commit."""
 
 
 class OneAtATime:
-    """A lock with a bounded queue, first come, first served."""
+    """A lock with a bounded queue, which is served in the order of arrival."""
 
     def __init__(self, noun: str, max_waiting: int, *, on_the_loop: bool = False) -> None:
-        """`noun` names the answers in a refusal: "plans". `on_the_loop`: the computation blocks the event
-        loop, so the lock stays taken for as long again, and other requests get that time."""
+        """`noun` names the answers in a refusal, such as "plans". `max_waiting` is the number of requests
+        that may wait. `on_the_loop` says that the computation blocks the event loop: the lock then stays
+        taken for as long again as the computation took, so that other requests get that time."""
         self._what = noun
         self._max_waiting = max_waiting
         self._on_the_loop = on_the_loop
@@ -68,7 +69,8 @@ class OneAtATime:
 
 
 async def run_in_thread(steps: Generator[None, None, T], limit_seconds: Seconds) -> T:
-    """The return value of `steps`, which must share nothing mutable with the event loop.
+    """Run a generator to its end in a thread, and return its return value. `steps` must share nothing mutable
+    with the event loop.
 
     Raises TimeoutError after `limit_seconds`. Cancelling ends the thread after its next step.
     """
@@ -86,30 +88,32 @@ def _run_steps(steps: Generator[None, None, T], limit_seconds: Seconds, cancelle
             try:
                 next(steps)
             except StopIteration as end:
-                found: T = end.value
-                return found
+                result: T = end.value
+                return result
             if cancelled.is_set() or monotonic() > until:
                 raise TimeoutError
 
 
 _WAKING = frozenset({*(f"task.{state}" for state in TERMINAL), "request.done"})
-"""Kinds of events that a request may wait for. The key is the id of the task or of the request."""
+"""Kinds of events that fulfil the expectations of their key, which is the id of the task or of the
+request."""
 _MOVES = _WAKING - {"request.done"} | {"task.started", "task.stopping"}
+"""Kinds of events that fulfil the expectations of `moves_of(key)`."""
 
 
 def moves_of(task: str) -> str:
-    """The key to wait for the task's next state, whether it is its last or not."""
+    """Return the key of expectations of the task's next state, whether that state is terminal or not."""
     return f"{task} moves"
 
 
 class Expectation:
-    """An expectation of one key's next event. Create it before reading the row, so that no event falls in
-    between."""
+    """An expectation of the next event of one key. Create it before you read the row: an event that follows
+    the read is then not missed."""
 
     def __init__(self) -> None:
         self._happened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.payload: Payload = {}
-        """The payload of the event that it waited for; empty if that was missed."""
+        """The payload of the event that fulfilled the expectation; empty if the event was missed."""
 
     def fulfil(self, payload: Payload = MappingProxyType({})) -> None:
         if not self._happened.done():
@@ -117,7 +121,7 @@ class Expectation:
             self._happened.set_result(None)
 
     async def within(self, seconds: Seconds) -> bool:
-        """True once it happened; False if the time ran out first."""
+        """Wait for the event, and return True once it has happened, or False if `seconds` pass first."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._happened
@@ -125,23 +129,24 @@ class Expectation:
 
 
 class Waiters:
-    """All expectations by key. Call `on_events` on the thread of the event loop."""
+    """All expectations, by key. Call `on_events` on the thread of the event loop."""
 
     def __init__(self, most_of_a_tenant: int) -> None:
         self._most_of_a_tenant = most_of_a_tenant
         self._of_tenants: Counter[str] = Counter()
-        """Tenant -> how many of its requests wait."""
+        """Tenant -> the number of its requests that wait."""
         self._waiting: dict[str, set[Expectation]] = {}
         self._behind: dict[Expectation, Position] = {}
-        """Expectations that end when the log is read up to a position."""
+        """Expectation -> the position of the event log that fulfils it once the log has been read so far."""
         self.is_closed = False
-        """True if this process is about to end, and nothing waits any more."""
+        """True if this process is about to end: no request waits any longer."""
 
     def __len__(self) -> int:
         return sum(len(expectations) for expectations in self._waiting.values())
 
     @contextlib.contextmanager
     def expect(self, key: str) -> Iterator[Expectation]:
+        """Yield an expectation of the next event of `key`."""
         expectation = self._new()
         self._waiting.setdefault(key, set()).add(expectation)
         try:
@@ -154,8 +159,8 @@ class Waiters:
 
     @contextlib.contextmanager
     def expect_for(self, tenant: str, key: str) -> Iterator[Expectation]:
-        """Like `expect`, but for a client's request; a tenant may have only a bounded number of these. Raises
-        Problem tenant-waits."""
+        """Yield an expectation for a client's request. Raises Problem tenant-waits if as many requests of the
+        tenant wait as may wait."""
         if not self.has_room_for(tenant):
             waiting, limit = self._of_tenants[tenant], self._most_of_a_tenant
             raise Problem("tenant-waits", tenant=tenant, waiting=waiting, most=limit)
@@ -174,6 +179,7 @@ class Waiters:
 
     @contextlib.contextmanager
     def behind(self, position: Position) -> Iterator[Expectation]:
+        """Yield an expectation that the event log has been read up to `position`."""
         expectation = self._new()
         self._behind[expectation] = position
         try:
@@ -182,7 +188,7 @@ class Waiters:
             del self._behind[expectation]
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """Wake what waits for these committed events. Apply them to the World first."""
+        """Fulfil the expectations of these committed events. Apply the events to the World first."""
         for expectation, position in self._behind.items():
             if events and events[-1].position >= position:
                 expectation.fulfil()
@@ -195,7 +201,7 @@ class Waiters:
                 self._fulfil(moves_of(event.key))
 
     def close(self) -> None:
-        """Answer all that wait, now and from now on, with what is known."""
+        """Wake all requests that wait, and let no later request wait."""
         self.is_closed = True
         self.wake_all()
 
@@ -218,27 +224,28 @@ class Waiters:
 
 
 class Leadership(Protocol):
-    """The leader as this process knows it; it may be in this process or in another one."""
+    """The leader as this process knows it. The leader may be in this process or in another one."""
 
     def leader(self) -> LeaderSeen | None:
         """Return the leader; None if none is known."""
 
     def last_fleet(self) -> FleetSeen | None:
-        """Return what the leader makes of the fleet, or what the last one did."""
+        """Return the fleet as the leader sees it, or as the last leader saw it; None if none has reported
+        it."""
 
     def executor_status(self) -> Mapping[str, Any]:
         """Return the status of the leader's executor, in the form of `Executor.status`."""
 
     def paused(self) -> PausedDetection | None:
-        """The silent nodes that the leader does not give up."""
+        """Return which silent nodes the leader does not give up; None if detection is not paused."""
 
     def forecasts(self) -> Sequence[Forecast]: ...
 
 
 class LeaderRequests:
-    """Requests to the leader: they are committed rows, and the leader carries them out.
+    """Stores requests to the leader as rows, which the leader carries out.
 
-    Raises Problem leader-outdated for one that an earlier release would drop.
+    Each method raises Problem leader-outdated if the leader's release is too early to know the request.
     """
 
     def __init__(
@@ -258,20 +265,21 @@ class LeaderRequests:
         self._settle_seconds = settle_seconds
 
     async def ask(self, subject: str, tenant: str, kind: str, fields: dict[str, Any]) -> bool:
-        """Store the request. True if the leader has carried it out by the time this returns."""
+        """Store a request, and wait for the leader. Returns True if the leader has carried the request out,
+        False if it has not done so in time."""
         return await self._settle(self._requests([subject], tenant, kind, fields))
 
     async def ask_many(self, subjects: Sequence[str], tenant: str, kind: str, fields: dict[str, Any]) -> None:
-        """Store a request for each of many tasks, a slice in one commit, and wait for the leader."""
-        made = self._requests(subjects, tenant, kind, fields)
-        slices = [made[start : start + PER_COMMIT] for start in range(0, len(made), PER_COMMIT)]
+        """Store one request per subject, at most `PER_COMMIT` in one commit, and wait for the leader."""
+        requests = self._requests(subjects, tenant, kind, fields)
+        slices = [requests[start : start + PER_COMMIT] for start in range(0, len(requests), PER_COMMIT)]
         await asyncio.gather(*(self._settle(chunk, times=len(slices)) for chunk in slices))
 
     async def ask_for(
         self, subject: str, tenant: str, kind: str, fields: dict[str, Any], seconds: Seconds
     ) -> str:
-        """Store a request that has an answer, and wait for that: the digest of its object; empty if there is
-        none in time. Raises Problem tenant-waits."""
+        """Store a request that the leader answers with an object, and wait for the answer. Returns the digest
+        of the object; empty if there is no answer within `seconds`. Raises Problem tenant-waits."""
         [request] = self._requests([subject], tenant, kind, fields)
         with self._waiters.expect_for(tenant, request.id) as done:
             await self._store.request(request)
@@ -294,24 +302,25 @@ class LeaderRequests:
     def expected(
         self, requests: Sequence[Request], times: int = 1
     ) -> Iterator[Callable[[], Awaitable[bool]]]:
-        """Expect the answers to requests. Enter it before they are stored. The function that it yields waits
-        until the leader has carried them out, and returns True if it has."""
+        """Yield a function that waits until the leader has carried out the requests, and returns True if the
+        leader has. Enter this context before you store the requests. `times` multiplies the time that the
+        function waits."""
 
         async def settle() -> bool:
             for request in requests:
                 log.info("asked", what=request.what, task=request.task, tenant=request.tenant)
             until = monotonic() + self._settle_seconds * times
-            for waiter in done:
-                if not await waiter.within(Seconds(max(0.0, until - monotonic()))):
+            for expectation in expectations:
+                if not await expectation.within(Seconds(max(0.0, until - monotonic()))):
                     return False
             return True
 
         with contextlib.ExitStack() as stack:
-            done = [stack.enter_context(self._waiters.expect(request.id)) for request in requests]
+            expectations = [stack.enter_context(self._waiters.expect(request.id)) for request in requests]
             yield settle
 
     async def _settle(self, requests: Sequence[Request], times: int = 1) -> bool:
-        """Store them in one commit. True if the leader has carried them out."""
+        """Store requests in one commit, and return True if the leader has carried them out in time."""
         with self.expected(requests, times) as settle:
             await self._store.request(*requests)
             return await settle()

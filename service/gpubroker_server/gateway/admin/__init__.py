@@ -1,1 +1,1 @@
-"""Tokens, health, metrics and the orderly stop."""
+"""Routes of tokens, secrets, health, metrics and the orderly stop."""

@@ -1,4 +1,4 @@
-"""Routes for operators of the service: health, readiness, metrics, shutdown."""
+"""Routes for operators of the service: health, readiness, metrics and shutdown."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ resource = Resource("operations")
 
 OK = "ok"
 _READY = frozenset({"connected", "standby"})
-"""States of an executor that takes orders, or will as soon as this process leads."""
+"""The states of an executor that takes orders, or that will take orders as soon as this process leads."""
 STORE_TIMEOUT_SECONDS = 2.0
 
 
@@ -44,10 +44,10 @@ async def get_health() -> Response:
 async def get_readiness(parts: Parts) -> Response:
     """Answer whether this process can do its work: database, overview of the cluster, and its executor.
 
-    Without an executor of its own, the leader and its executor are shown as last heard of, and do not count:
-    tasks are accepted without them. `nodes` is `paused: n2, n3 silent` while the leader holds these nodes
-    back; `/stats` says why. `clock` is `contradicted` while the database's clock was set ahead or back; the
-    log says what to do.
+    If the process has no executor of its own, the answer shows the leader and its executor as they were last
+    heard of. They do not count, because tasks are accepted without them. `nodes` is `paused: n2, n3 silent`
+    while the leader does not give up these silent nodes; `/stats` says why. `clock` is `contradicted` if the
+    clock of the database was set ahead or back; the log says what to do.
     """
     executor = parts.leadership.executor_status()
     state = "no-head" if executor.get("head_fault") else str(executor.get("state", "unknown"))
@@ -108,11 +108,11 @@ async def shut_down(
     parts: Parts,
     body: JsonBody[ShutDown] = ShutDown(),  # noqa: B008  # frozen
 ) -> Response:
-    """Stop this process. Tasks go on, unless the local cluster is to stop as well. A process that only speaks
-    HTTP has no local cluster, and answers so."""
+    """Stop this process. Tasks go on, unless the local cluster is stopped as well. A process that only serves
+    HTTP has no local cluster, and `stop_cluster` is false in its answer."""
     stop_cluster = body.stop_cluster and parts.has_executor
     subject = "everything" if stop_cluster else "service"
-    with contextlib.suppress(StoreUnavailable):  # must not keep the service from stopping
+    with contextlib.suppress(StoreUnavailable):  # The service must stop even without the record.
         await parts.store.audit(by=caller.name, tenant=caller.tenant, action="shutdown", subject=subject)
     parts.shutdown(stop_cluster)
     return answer(Stopping(True, stop_cluster), 202)

@@ -1,4 +1,4 @@
-"""Secrets of a tenant: set, list by name, delete. No answer has the text of one."""
+"""Routes that set, list and delete the secrets of a tenant. No answer contains the text of a secret."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ from gpubroker_server.http.routing import Call, Caller, Resource, answer
 resource = Resource("administration")
 
 MOST_BYTES = 32 * 1024
-"""The most bytes of a secret: it becomes an environment variable."""
+"""The largest size of a secret, which becomes an environment variable."""
 MOST_SECRETS = 1000
-"""The most secrets of a tenant."""
+"""The largest number of secrets of a tenant."""
 
 _TEXT: dict[str, Any] = {"text/plain": {"schema": {"type": "string", "minLength": 1}}}
 
@@ -39,9 +39,9 @@ async def set_secret(call: Call, parts: Parts, name: str) -> Response:
     """
     text = _checked(name, await call.body())
     tenant = call.identity.tenant
-    known = await parts.secrets.names(tenant)
-    if name not in known and len(known) >= MOST_SECRETS:
-        detail = f"your tenant has {len(known)} secrets, and may have {MOST_SECRETS}; delete some"
+    names = await parts.secrets.names(tenant)
+    if name not in names and len(names) >= MOST_SECRETS:
+        detail = f"your tenant has {len(names)} secrets, and may have {MOST_SECRETS}; delete some"
         raise invalid(Fault(pointer="", detail=detail, code="too-many-secrets"))
     await _note(call.identity, parts, "secret.set", name)
     await parts.secrets.put(tenant, name, text)
@@ -77,7 +77,7 @@ async def _note(caller: Identity, parts: Parts, action: str, name: str) -> None:
 
 
 def _checked(name: str, body: bytes) -> str:
-    """Return the text of a secret. No fault quotes it. Raises Problem."""
+    """Return the text of a secret. Raises Problem validation-failed, which never quotes the text."""
     if not is_name(name):
         detail = "the name of a secret has letters, digits, dots, dashes and underscores, at most 63"
         raise invalid(Fault(pointer="path:name", detail=detail, code="bad-name"))

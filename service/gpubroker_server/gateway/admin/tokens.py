@@ -1,4 +1,4 @@
-"""Tokens: create, list, delete."""
+"""Routes that create, list and delete tokens."""
 
 from collections.abc import Set
 from typing import Annotated, Any
@@ -82,15 +82,15 @@ async def create_token(creator: Caller, parts: Parts, body: JsonBody[CreateToken
 @resource.route("DELETE /tokens/{name}", "tokens_delete", Scope.ADMIN, None, "not-found", status_code=204)
 async def delete_token(caller: Caller, parts: Parts, name: str) -> Response:
     """Delete a token. This process refuses it at once, others within seconds."""
-    known = any(row.name == name for row in await parts.store.tokens())
-    if not known or not await parts.store.drop_token(name, by=caller.name):
+    exists = any(row.name == name for row in await parts.store.tokens())
+    if not exists or not await parts.store.drop_token(name, by=caller.name):
         raise Problem("not-found", f'there is no token "{name[:100]}"; GET /tokens lists them')
     parts.tokens.drop(name)
     return Response(status_code=204)
 
 
 def _shown(row: TokenRow) -> dict[str, Any]:
-    """Return the fields of a Token."""
+    """Return the fields of the view of a token."""
     return {
         "name": row.name,
         "tenant": row.tenant,
@@ -102,19 +102,22 @@ def _shown(row: TokenRow) -> dict[str, Any]:
 
 
 def _check_tenant(tenant: str, policy: Policy, others: Set[str]) -> None:
-    """Check that the tenant of a new token is known, if tenants are configured: an unknown name is then
-    likelier a slip than a new tenant. Raises Problem."""
-    configured = {known.name for known in policy.tenants} - {"*"}
-    known = configured | others
-    if not configured or tenant in known:
+    """Check that the tenant of a new token is known. If tenants are configured, an unknown name is more
+    likely a mistake than a new tenant; otherwise every name is accepted. Raises Problem validation-failed."""
+    configured = {rule.name for rule in policy.tenants} - {"*"}
+    tenants = configured | others
+    if not configured or tenant in tenants:
         return
-    suggestion = did_you_mean(tenant, known, otherwise=f"known are {', '.join(sorted(known)[:MOST_NAMED])}")
+    suggestion = did_you_mean(
+        tenant, tenants, otherwise=f"known are {', '.join(sorted(tenants)[:MOST_NAMED])}"
+    )
     detail = f'nobody has configured a tenant "{tenant}"; {suggestion} For a new one send new_tenant: true'
     raise invalid(Fault(pointer="/tenant", detail=detail, code="unknown-tenant"))
 
 
 def _check_within(creator: Identity, body: CreateToken, max_priority: int) -> None:
-    """A token cannot grant scopes it lacks, or a priority above its cap. Raises Problem."""
+    """Check that the creator grants no scope that it lacks, and no priority above its own cap. Raises Problem
+    forbidden."""
     faults = [
         Fault(
             pointer="/scopes",

@@ -1,4 +1,4 @@
-"""Results of the items of an array: pages of them, and what has none."""
+"""Reads the results of an array's items, and finds the items that have none."""
 
 import asyncio
 from base64 import b64encode
@@ -18,10 +18,10 @@ from gpubroker_server.ports.arrays import PageFilter
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, TaskStore
 
 PAGES_AT_ONCE = 50
-"""Pages of results that are read in one query."""
+"""The number of pages of results that are read in one query."""
 MOST_LINES = 10_000
 MOST_BYTES = 16 * 2**20
-"""No further page of results is added to an answer of this size."""
+"""The size of an answer at which no further page of results is added."""
 
 
 class ItemQuery(Query):
@@ -46,8 +46,8 @@ class ItemQuery(Query):
 async def lines_of_items(
     store: TaskStore, blobs: BlobStore, array: TaskId, query: ItemQuery
 ) -> tuple[list[bytes], int, bool]:
-    """Return lines of whole pages until there are enough, or too many bytes; where the next ones begin; and
-    whether more are there now."""
+    """Return lines of results, the value of `after` for the next request, and True if more results exist now.
+    Lines are added in whole pages until `query.limit` or `MOST_BYTES` is reached."""
     by_commit = query.order == "completed"
     after = (0 if by_commit else -1) if query.after is None else query.after
     failed = None if query.state is None else query.state == "failed"
@@ -58,10 +58,10 @@ async def lines_of_items(
         pages = await store.item_pages(wanted)
         for page in pages:
             skipped = 0 if by_commit else max(0, after + 1 - page.first)
-            found = (await _lines_of(blobs, page))[skipped:]
-            found = [item for item in found if failed in (None, _has_failed(item))]
-            lines += found
-            size_bytes += sum(map(len, found))
+            of_page = (await _lines_of(blobs, page))[skipped:]
+            of_page = [line for line in of_page if failed in (None, _has_failed(line))]
+            lines += of_page
+            size_bytes += sum(map(len, of_page))
             after = page.page if by_commit else page.first + page.count - 1
             if len(lines) >= query.limit or size_bytes >= MOST_BYTES:
                 break
@@ -72,20 +72,22 @@ async def lines_of_items(
 
 
 def _has_failed(line: bytes) -> bool:
-    # The state is the second member, before anything that user code made.
+    # The state is the second member of a line, before anything that users' code made.
     return b'"state":"failed"' in line[:60]
 
 
 def _readable(line: bytes) -> bytes:
-    """Return the line, with its result as bytes if that is no JSON, whatever the code of the run said."""
-    head, found, rest = line.partition(b'"result":')
-    if not found or is_json(rest[:-1]):
+    """Return the line, with its result as base64 if the result is not JSON. This is checked because users'
+    code made the result."""
+    head, mark, rest = line.partition(b'"result":')
+    if not mark or is_json(rest[:-1]):
         return line
     return head + b'"data_base64":"' + b64encode(rest[:-1]) + b'"}'
 
 
 async def _lines_of(blobs: BlobStore, page: ItemPage) -> list[bytes]:
-    """Return the lines of a page of results. Raises Problem result-damaged."""
+    """Return the lines of a page of results. Raises Problem result-damaged if its bytes are missing or
+    damaged."""
     if page.digest is None:
         return page.lines.split(b"\n")[:-1]
     try:
@@ -99,7 +101,7 @@ async def _lines_of(blobs: BlobStore, page: ItemPage) -> list[bytes]:
 
 
 async def items_without_success(store: TaskStore, blobs: BlobStore, terms: ArrayTerms) -> list[ItemRange]:
-    """Return the items that have failed or are not done."""
+    """Return the ranges of items that have failed or are not done."""
     is_left = bytearray(max(end for _, end in terms.numbers))
     for first, end in terms.numbers:
         is_left[first:end] = b"\1" * (end - first)
@@ -115,8 +117,9 @@ async def items_without_success(store: TaskStore, blobs: BlobStore, terms: Array
 
 
 def _ranges_in(is_left: bytearray) -> Iterator[ItemRange]:
+    """Yield the ranges of items that are marked with 1."""
     end = 0
     while (first := is_left.find(1, end)) >= 0:
-        found = is_left.find(0, first)
-        end = found if found >= 0 else len(is_left)
+        next_zero = is_left.find(0, first)
+        end = next_zero if next_zero >= 0 else len(is_left)
         yield first, end

@@ -1,4 +1,4 @@
-"""Arrays: submit, read, results of items, cancel, retry of what failed."""
+"""Routes that submit, read, cancel and retry arrays, and return the results of their items."""
 
 import json
 from collections.abc import Mapping
@@ -90,7 +90,7 @@ async def submit_array(
 
 @resource.route("GET /arrays/{array_id}", "arrays_get", Scope.TASKS_READ, Array, "not-found")
 async def get_array(caller: Caller, parts: Parts, array_id: str) -> Response:
-    """Read how far an array is."""
+    """Read the state and progress of an array."""
     return answer(await _shown(parts, await _find(caller, parts, array_id)))
 
 
@@ -105,11 +105,11 @@ async def get_array(caller: Caller, parts: Parts, array_id: str) -> Response:
 async def get_items(
     caller: Caller, parts: Parts, array_id: str, query: Annotated[ItemQuery, QueryMark()]
 ) -> Response:
-    """Fetch the results of items that are done: result or error, and how long each took."""
+    """Fetch the results of items that are done: the result or the error of each, and how long it took."""
     terms = await _find(caller, parts, array_id)
     submissions = parts.submissions
-    found = await lines_of_items(submissions.store, submissions.blobs, terms.id, query)
-    lines, after, has_more = found
+    answered = await lines_of_items(submissions.store, submissions.blobs, terms.id, query)
+    lines, after, has_more = answered
     if query.format == "ndjson":
         headers = {"Next-After": str(after), "Has-More": str(has_more).lower()}
         return Response(b"".join(line + b"\n" for line in lines), 200, headers, NDJSON)
@@ -127,7 +127,7 @@ async def get_items(
     response_description="Stored. Workers that run have their notice; results stay.",
 )
 async def cancel_array(caller: Caller, parts: Parts, array_id: str) -> Response:
-    """Cancel what is left of an array."""
+    """Cancel the workers of an array that have not ended."""
     terms = await _find_to_change(caller, parts, array_id, "array.cancel")
     states = await parts.submissions.store.states(terms.workers)
     left = [worker for worker, stored in states.items() if not stored.state.is_terminal]
@@ -148,7 +148,7 @@ async def cancel_array(caller: Caller, parts: Parts, array_id: str) -> Response:
 async def retry_array(
     call: Call, parts: Parts, array_id: str, idempotency_key: IdempotencyKey = None
 ) -> Response:
-    """Do the items of an ended array again that failed or were left, as a new array.
+    """Retry the items of an ended array that failed or were not done, as a new array.
 
     Items keep their numbers.
     """
@@ -181,15 +181,15 @@ async def _accepted(call: Call, parts: Parts, array: TaskId, is_new: bool) -> Re
 
 
 async def _find(caller: Caller, parts: Parts, array_id: str) -> ArrayTerms:
-    """Return the terms of an array, by its id or that of any of its workers. Raises Problem not-found, also
-    for one that the token may not see."""
-    found = await parts.submissions.records.find(caller, array_id)
-    seat = found.task.holder
-    array = seat.array if isinstance(seat, WorkerSeat) else found.task.id
+    """Return the terms of the array with this id, or of the array that has a worker with this id. Raises
+    Problem not-found if there is none that the token may see."""
+    record = await parts.submissions.records.find(caller, array_id)
+    seat = record.task.holder
+    array = seat.array if isinstance(seat, WorkerSeat) else record.task.id
     text = await parts.submissions.store.batch_answer(array)
     fields = json.loads(text) if text else {}
     if "numbers" not in fields:
-        raise Problem("not-found", f"task {found.task.id} is no worker of an array")
+        raise Problem("not-found", f"task {record.task.id} is no worker of an array")
     return array_terms_from(fields)
 
 
@@ -200,12 +200,12 @@ async def _find_to_change(caller: Caller, parts: Parts, array_id: str, action: s
 
 
 States = Mapping[TaskId, TaskState]
-"""Worker -> state, for the workers that have a row."""
+"""Worker -> its state, for the workers that have a row."""
 
 
 async def _worker_states(parts: Parts, terms: ArrayTerms) -> States:
-    found = await parts.submissions.store.states(terms.workers)
-    return {worker: stored.state for worker, stored in found.items()}
+    rows = await parts.submissions.store.states(terms.workers)
+    return {worker: stored.state for worker, stored in rows.items()}
 
 
 def _state(terms: ArrayTerms, counts: ItemCounts, workers: States) -> ArrayState:
@@ -213,7 +213,7 @@ def _state(terms: ArrayTerms, counts: ItemCounts, workers: States) -> ArrayState
 
 
 async def _shown(parts: Parts, terms: ArrayTerms) -> Array:
-    # The workers first: the last results are stored before a worker ends.
+    # The workers are read before the results, because a worker stores its last results before it ends.
     workers = await _worker_states(parts, terms)
     counts = await parts.submissions.store.item_counts(terms.id)
     rate, left = counts.per_second, terms.total - counts.done

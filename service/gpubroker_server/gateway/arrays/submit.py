@@ -1,4 +1,4 @@
-"""The submit of an array: its body, and the workers and terms that are made of it."""
+"""The submit of an array: its body, its checks, and the workers and terms to store."""
 
 import asyncio
 import json
@@ -37,12 +37,15 @@ from gpubroker_server.ports.store import BatchSubmission
 
 MAX_WORKERS = 256
 MAX_CHUNK = MOST_HELD // 2
-"""A worker gets its next chunk before it has finished the one before."""
+"""The largest number of items in a chunk. It is half of what a worker may hold, because a worker gets its
+next chunk before it has finished the last."""
 _LENGTH_BYTES = 8
-"""The bytes of a length, which `gpubroker.runtime.items` reads."""
+"""The number of bytes of the length before joined arguments, which `gpubroker.runtime.items` reads."""
 
 
 class GivenObjects(Protocol):
+    """Access to the stored objects that a body names."""
+
     async def copied(self, tenant: str, object_id: str, pointer: str) -> bytes: ...
 
 
@@ -71,8 +74,8 @@ class PickledItems(Body):
 class SubmitArray(SubmitTask):
     """One function or command for many items, and what each of its workers needs.
 
-    A function gets the item as its first argument, before `args`. In a command each `{}` is replaced by the
-    item, also inside a word; without any, the item is the last word.
+    A function gets the item as its first argument, before `args`. In a command the item replaces each `{}`,
+    also inside a word. If a command has no `{}`, the item becomes its last word.
     """
 
     items: Annotated[
@@ -98,11 +101,13 @@ class GivenItems(NamedTuple):
     pickled: bool
     total: int
     objects: Mapping[str, str]
-    """Ids of the objects that items name, by place. Of pickled items the function's `objects` says it."""
+    """Place -> id of an object that an item names. Empty for pickled items, whose objects the function's
+    `objects` lists."""
 
 
 async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> GivenItems:
-    """Read the items of a body. Raises Problem for items that cannot be counted, and for none."""
+    """Return the items of a body. Raises Problem if there are none or too many, or if they are neither a JSON
+    array nor a pickled list with its count."""
     is_pickled = isinstance(body.items, PickledItems) or (
         isinstance(body.items, ObjectItems) and body.items.count is not None
     )
@@ -134,14 +139,15 @@ async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> Giv
 def _list_in(packed: bytes) -> list[Any] | None:
     """Return the items of a JSON array; None for any other text."""
     try:
-        found = from_json(packed)
+        value = from_json(packed)
     except ValueError:
         return None
-    return found if isinstance(found, list) else None
+    return value if isinstance(value, list) else None
 
 
 def check_worker(body: SubmitArray) -> None:
-    """Refuse what a worker of an array cannot have. Raises Problem."""
+    """Check that the body has no fields that a worker of an array cannot have. Raises Problem
+    validation-failed."""
     faults = []
     if body.resources.bundles:
         detail = "a worker of an array has one process; leave bundles out, and set max_parallel"
@@ -164,9 +170,13 @@ async def new_array(
     named: Mapping[str, str],
     most_workers: int,
 ) -> BatchSubmission:
-    """Admit the workers. `worker` has the joined arguments; `terms` have no workers yet: there will be no
-    more than have something to do. `named`: id by place of the objects that they open. All workers share one
-    object of their arguments if these are large. Raises Problem."""
+    """Return the admitted workers of a new array, with its terms.
+
+    `worker` is the submission of each worker, with the joined arguments. `terms` has no workers yet. `named`
+    maps a place to the id of an object that the workers open. There are at most `most_workers` workers, and
+    no more than there are chunks. All workers share one object of their arguments if these are large. Raises
+    Problem if a worker is refused.
+    """
     submissions.leader.require("array")
     chunks = -(-terms.total // (terms.chunk or 1))
     ids = submissions.ids.tasks(submissions.clock.now(), min(most_workers, chunks))
@@ -185,14 +195,16 @@ async def new_array(
 
 
 def joined(arguments: bytes, items: bytes) -> bytes:
+    """Return the common arguments and the items in one value, which begins with the length of the
+    arguments."""
     return len(arguments).to_bytes(_LENGTH_BYTES, "big") + arguments + items
 
 
 async def objects_left(spec: RunSpec, terms: ArrayTerms, numbers: Sequence[ItemRange]) -> Mapping[str, str]:
-    """Return the ids of the objects that the common arguments and these items name, by place.
+    """Return the ids of the objects that the common arguments and the items in `numbers` name, by place.
 
-    A function with pickled items says what all of them name together, also those that need not be done
-    again.
+    The result is empty for pickled items: the function lists the objects of all its items together, including
+    those that need not be done again.
     """
     if terms.pickled:
         return {}

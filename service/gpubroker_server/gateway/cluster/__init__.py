@@ -1,1 +1,1 @@
-"""The cluster: devices, nodes, tenants, policy, quarantine, totals."""
+"""Routes about the cluster: devices, nodes, tenants, policy, quarantine and totals."""

@@ -1,5 +1,5 @@
-"""Routes for autoscalers: the demand that waiting tasks lack, the demand of all tasks together, and the nodes
-that could be given back."""
+"""The route for autoscalers: the demand that waiting tasks lack, the demand of all tasks together, and the
+nodes that could be given back."""
 
 from typing import Annotated
 
@@ -43,25 +43,25 @@ async def get_demand(parts: Parts, query: Annotated[AutoscalingQuery, Query()]) 
     """Read what an autoscaler needs: what waiting tasks lack and for how long, what all tasks need together,
     and what could be given back.
 
-    Tasks that are held, wait for others, or have memory being freed for them, lack nothing; running elastic
-    gangs lack their missing ranks. `gpus` counts parts of GPUs by how many fit on one of the kind that suits
-    them best.
+    Tasks that are held, that wait for other tasks, or for which memory is being freed lack nothing. Running
+    elastic gangs lack their missing ranks. In `gpus`, a part of a GPU counts as 1/n, where n such parts fit
+    on one GPU of the kind that suits them best.
     """
-    pools = [known.name for known in parts.policy.pools]
+    pools = [pool.name for pool in parts.policy.pools]
     if query.pool and query.pool not in pools:
         detail = f"there is no pool {query.pool!r}; configured are: {', '.join(pools) or 'none'}"
         raise invalid(Fault(pointer="query:pool", detail=detail, code="unknown-pool"))
     scope = DemandScope(query.pool, query.kind, Seconds(query.waited_seconds))
-    found = autoscaling_demand(parts.world, parts.policy, parts.clock.now(), scope)
-    waited_seconds = max((group.waiting_seconds for group in found.unmet), default=0.0)
+    demand = autoscaling_demand(parts.world, parts.policy, parts.clock.now(), scope)
+    waited_seconds = max((group.waiting_seconds for group in demand.unmet), default=0.0)
     return answer(
         AutoscalingDemand(
             **parts.freshness.moment(),
-            unmet=Unmet(**asdict(found.lacking), tasks=found.tasks, waiting_seconds=waited_seconds),
-            used=found.used,
-            needed=plus(found.used, found.lacking),
-            groups=found.unmet,
-            limited_tasks=found.limited_tasks,
-            spare=Spare(**asdict(total_of(found.spare)), nodes=found.spare),
+            unmet=Unmet(**asdict(demand.lacking), tasks=demand.tasks, waiting_seconds=waited_seconds),
+            used=demand.used,
+            needed=plus(demand.used, demand.lacking),
+            groups=demand.unmet,
+            limited_tasks=demand.limited_tasks,
+            spare=Spare(**asdict(total_of(demand.spare)), nodes=demand.spare),
         )
     )

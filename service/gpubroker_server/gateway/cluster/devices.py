@@ -1,4 +1,4 @@
-"""GPUs: what is leased, used and free, and by which holders."""
+"""Routes that list, close and reopen GPUs: what is leased, used and free on each, and by which holders."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +30,8 @@ resource = Resource("cluster")
 
 MOST_NAMED = 20
 ITEMS_AT_ONCE = 100
-"""The history of this many items takes 10 ms; then other requests have their turn."""
+"""The number of items after which other requests have their turn. The history of so many items takes 10
+ms."""
 
 
 class GpuQuery(HistoryPageQuery):
@@ -45,7 +46,7 @@ class GpuQuery(HistoryPageQuery):
 async def list_gpus(caller: Caller, parts: Parts, query: Annotated[GpuQuery, Query()]) -> Response:
     """List all devices: what is leased, used, unaccounted for and free, their holders, and the last minutes.
 
-    One is idle that has used less than `fleet.idle_below_percent` for `fleet.idle_grace_seconds`.
+    A device is idle if it has used less than `fleet.idle_below_percent` for `fleet.idle_grace_seconds`.
     """
     moment, idle = parts.freshness.moment(), idle_seconds(parts)
     wanted = [key for key in sorted(parts.world.ledgers) if query.idle in (None, key in idle)]
@@ -65,7 +66,7 @@ class CloseGpu(Body):
 
 
 def _change(verb: str) -> Callable[[Endpoint], Endpoint]:
-    """Declare the route of a request to the leader about a GPU."""
+    """Return the decorator of a route that requests a change of a GPU from the leader."""
     return resource.route(
         f"POST /gpus/{{gpu:path}}/{verb}",
         f"gpus_{verb}",
@@ -84,8 +85,8 @@ async def close_gpu(
     gpu: str,
     body: JsonBody[CloseGpu] = CloseGpu(),  # noqa: B008  # frozen
 ) -> Response:
-    """Start nothing new on a GPU, named by its UUID or as `node/gpu0`, until it is reopened. What runs there
-    goes on."""
+    """Close a GPU: nothing new starts on it until it is reopened, and what runs there goes on. Name the GPU
+    by its UUID or as `node/gpu0`."""
     return await _ask(caller, parts, gpu, "close_gpu", body.reason)
 
 
@@ -96,8 +97,8 @@ async def reopen_gpu(
     gpu: str,
     body: JsonBody[CloseGpu] = CloseGpu(),  # noqa: B008  # frozen
 ) -> Response:
-    """Let tasks start on a GPU again, whoever has closed it. A fault that is still there closes it no more;
-    another one does."""
+    """Reopen a GPU: tasks may start on it again, whoever has closed it. A fault that persists does not close
+    it again; another fault does."""
     return await _ask(caller, parts, gpu, "reopen_gpu", body.reason)
 
 
@@ -113,15 +114,15 @@ async def _ask(caller: Caller, parts: Parts, gpu: str, what: str, reason: str) -
 def _known(world: World, gpu: str) -> DeviceKey:
     """Return the key of a device. Raises Problem if there is no such device."""
     devices = [world.ledgers[key].device for key in sorted(world.ledgers)]
-    found = [device.key for device in devices if gpu in (device.uuid, device.key, device.label)]
-    if not found:
-        known = ", ".join(device.label for device in devices[:MOST_NAMED])
-        raise Problem("not-found", f'there is no GPU "{gpu[:100]}"; GPUs: {known or "none yet"}')
-    return found[0]
+    matching = [device.key for device in devices if gpu in (device.uuid, device.key, device.label)]
+    if not matching:
+        labels = ", ".join(device.label for device in devices[:MOST_NAMED])
+        raise Problem("not-found", f'there is no GPU "{gpu[:100]}"; GPUs: {labels or "none yet"}')
+    return matching[0]
 
 
 def idle_seconds(parts: Parts) -> dict[str, float]:
-    """Return how long each idle device (by key) and each idle node (by name) has been idle."""
+    """Return for how many seconds each idle device (by key) and each idle node (by name) has been idle."""
     leader, now = parts.leadership.leader(), parts.clock.now()
     idle = () if leader is None or leader.fleet is None else leader.fleet.idle
     return {device.name: max(0.0, now - device.since) for device in idle}
@@ -131,7 +132,7 @@ _SHOWN = tuple(name for name in Gpu.__struct_fields__ if name in Device.__struct
 
 
 def _facts(device: Device) -> dict[str, Any]:
-    """Return what is shown of a device apart from its use."""
+    """Return the fields that the view of a device takes over unchanged."""
     return {name: getattr(device, name) for name in _SHOWN}
 
 
@@ -144,7 +145,7 @@ def shown_gpus(
     sums, history = fragmentation(world, parts.policy, now).devices, query.reader(parts)
     for key in keys:
         if key not in world.ledgers:
-            continue  # it was removed meanwhile
+            continue  # The device was removed between two items.
         ledger, sample = world.ledgers[key], world.ledgers[key].sample
         device = ledger.device
         seen = world.node_samples.get(device.node)
@@ -182,7 +183,7 @@ def _closed(device: Device) -> ClosedGpu | None:
 
 
 def _fault(device: Device, agent: Mapping[str, Any]) -> str | None:
-    """Return why the agent of the device's node cannot measure it; None if it can."""
+    """Return why the agent of the device's node cannot measure the device; None if it can."""
     fault: str | None = agent.get("gpu_faults", {}).get(device.uuid) or agent.get("gpu_absence")
     return fault
 

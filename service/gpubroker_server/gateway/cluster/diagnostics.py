@@ -1,4 +1,4 @@
-"""Findings about the fleet, each with a remedy."""
+"""The route that lists what is wrong with the fleet, with a remedy for each finding."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -32,9 +32,10 @@ from gpubroker_server.http.routing import Caller, Resource, answer
 resource = Resource("cluster")
 
 WAITED_SECONDS = Seconds(600.0)
-"""A fault that keeps a task waiting may be mended before this time."""
+"""A task is judged only after it has waited for this time, because some causes end by themselves before."""
 MOST_JUDGED = 50
-"""Demands of which one task is judged; each takes some milliseconds with a thousand devices."""
+"""The largest number of demands of which one task is judged. Each takes some milliseconds with a thousand
+devices."""
 
 
 @resource.route(
@@ -43,29 +44,30 @@ MOST_JUDGED = 50
 async def list_diagnostics(caller: Caller, parts: Parts) -> Response:
     """Look for what is wrong with the fleet: cause, evidence and remedy of each finding.
 
-    It also answers while the database cannot be reached. Findings about tasks are of your tenant alone,
-    without the scope `admin`. What is wrong in more than 20 places is listed for the first 20.
+    The route also answers while the database cannot be reached. Without the scope `admin`, findings about
+    tasks are limited to your tenant. A finding that applies to more than 20 subjects is listed for the first
+    20.
     """
     async with parts.diagnoses.slot():
         may_see = caller.may_see
-        found = await _diagnose(parts, may_see)
-        seen = first_of_each_kind(
-            finding for finding in found if not finding.tenant or may_see(finding.tenant)
+        findings = await _diagnose(parts, may_see)
+        visible = first_of_each_kind(
+            finding for finding in findings if not finding.tenant or may_see(finding.tenant)
         )
-        return answer(Overview(**parts.freshness.last_moment(), items=tuple(map(_shown, seen))))
+        return answer(Overview(**parts.freshness.last_moment(), items=tuple(map(_shown, visible))))
 
 
 async def _diagnose(parts: Parts, may_see: Callable[[str], bool]) -> list[Finding]:
-    """Return what is wrong, and remember when each finding was first seen. `may_see`: the tenants whose tasks
-    are judged."""
+    """Return all findings, and remember when each was first seen. `may_see` returns True for the tenants
+    whose tasks are judged."""
     stuck = []
     for task in longest_waiting(parts.world, parts.clock.now(), may_see):
-        if (found := stuck_task(task, parts.world, parts.policy)) is not None:
-            stuck.append(found)
+        if (stuck_finding := stuck_task(task, parts.world, parts.policy)) is not None:
+            stuck.append(stuck_finding)
         await asyncio.sleep(0)
     leader, now, world = parts.leadership.leader(), parts.clock.now(), parts.world
     last, paused = parts.leadership.last_fleet() or FleetSeen(), parts.leadership.paused()
-    known = FleetKnown(
+    facts = FleetKnown(
         parts.leadership.executor_status(),
         leader is not None,
         FleetSeen() if leader is None or leader.fleet is None else leader.fleet,
@@ -82,8 +84,8 @@ async def _diagnose(parts: Parts, may_see: Callable[[str], bool]) -> list[Findin
         parts.database_log.seen,
         last.at,
     )
-    findings = list(diagnose_fleet(world, parts.policy, known, now))
-    # What the leader has dated is as old for every gateway, and for the next leader.
+    findings = list(diagnose_fleet(world, parts.policy, facts, now))
+    # The leader's dates come first, so that a finding has one age at all gateways and under the next leader.
     before = {**parts.findings_seen, **known_dates(last.dates)}
     dated, first_seen = remember(before, findings, now)
     parts.findings_seen.clear()
@@ -113,9 +115,9 @@ def quota_locks(world: World, policy: Policy) -> list[QuotaLock]:
         since, first = group.member(0)
         task = world.tasks[first]
         if quotas.is_short(task) and quotas.need_mb(task.demand) <= free_mb:
-            known = locked.get(task.tenant, QuotaLock(task.tenant, 0, free_mb, Instant(since)))
-            tasks, since = known.tasks + len(group), min(known.since, since)
-            locked[task.tenant] = known._replace(tasks=tasks, since=Instant(since))
+            lock = locked.get(task.tenant, QuotaLock(task.tenant, 0, free_mb, Instant(since)))
+            tasks, since = lock.tasks + len(group), min(lock.since, since)
+            locked[task.tenant] = lock._replace(tasks=tasks, since=Instant(since))
     return [locked[tenant] for tenant in sorted(locked)]
 
 
@@ -127,7 +129,8 @@ def _servers_refusing(parts: Parts) -> Iterator[ServerWay]:
 
 
 def stuck_task(task: Task, world: World, policy: Policy) -> StuckTask | None:
-    """Return why nothing but a change will start the task on the open nodes; None if it may start."""
+    """Return why the task cannot start on the open nodes unless something is changed; None if it may start,
+    or if an autoscaler may add a node for it."""
     nodes = [node for node in world.nodes.values() if not _why_closed(world, node)]
     devices = [world.ledgers[key].device for node in nodes for key in world.by_node.get(node.name, ())]
     refusal = check_demand(task.demand, devices, nodes, policy)
@@ -137,7 +140,7 @@ def stuck_task(task: Task, world: World, policy: Policy) -> StuckTask | None:
         refusal = check_task(task, world, policy)
     if refusal is not None:
         if new_nodes_could_take(task.demand, policy):
-            return None  # it is unmet demand: an autoscaler hears of it
+            return None  # An autoscaler is told of it as unmet demand.
         return StuckTask(task, refusal.message, f"gpubroker explain {task.id}")
     return _closed_out(world, task, policy)
 
@@ -154,7 +157,7 @@ def _closed_out(world: World, task: Task, policy: Policy) -> StuckTask:
 
 
 def _why_closed(world: World, node: Node) -> str:
-    """Return why the node takes no work; an empty text if it takes some."""
+    """Return a text that says why the node takes no work; empty if it takes work."""
     if node.cordoned:
         return f"is cordoned ({node.cordon_reason})" if node.cordon_reason else "is cordoned"
     if node.name in world.full_disks:
@@ -163,7 +166,8 @@ def _why_closed(world: World, node: Node) -> str:
 
 
 def longest_waiting(world: World, now: Instant, may_see: Callable[[str], bool]) -> list[Task]:
-    """Return the longest waiting task of each demand, of the tenants that the caller may see."""
+    """Return the longest waiting task of each demand, of the tenants that the caller may see, but at most
+    `MOST_JUDGED` tasks."""
     first: dict[Demand, Member] = {}
     for group in world.queue.groups.values():
         oldest = group.member(0)

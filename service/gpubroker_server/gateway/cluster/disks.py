@@ -1,4 +1,5 @@
-"""The disks of nodes: how full they are, and which files below the operator's roots may go."""
+"""Routes about the disks of nodes: how full they are, and which files below the operator's roots may be
+deleted."""
 
 import json
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ from gpubroker_server.http.routing import Caller, Resource, answer
 resource = Resource("cluster")
 
 WAIT_SECONDS = Seconds(25.0)
-"""A look may take longer, and goes on then."""
+"""How long a request waits for the node agent, which may take longer and then goes on."""
 
 
 class CleanNode(Body):
@@ -40,7 +41,7 @@ ERRORS = "not-found disk-unavailable tenant-waits follower-stale leader-outdated
 async def get_disk(caller: Caller, parts: Parts, node: str) -> Response:
     """Read how full a node's disks are, which files the disk guard would delete, and why the others stay.
 
-    Sync commands aren't run, so nothing redundant is among them.
+    Sync commands are not run, so redundant data is not among the files to delete.
     """
     return await _ask(caller, parts, node, "disk", {})
 
@@ -58,10 +59,11 @@ async def clean_disk(
     node: str,
     body: JsonBody[CleanNode] = CleanNode(),  # noqa: B008  # frozen
 ) -> Response:
-    """Delete what a node's disk guard may delete, until no more than `warn_percent` of the disk is used. Only
-    says what would go unless `dry_run` is false; runs the sync commands of redundant data in both cases.
+    """Delete what a node's disk guard may delete, until no more than `warn_percent` of the disk is used.
+    Unless `dry_run` is false, the answer only says what would be deleted.
 
-    Each file is in the audit log before it goes.
+    The sync commands of redundant data are run in both cases. Each file is written to the audit log before it
+    is deleted.
     """
     return await _ask(caller, parts, node, "clean", {"dry_run": body.dry_run})
 

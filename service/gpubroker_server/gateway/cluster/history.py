@@ -21,8 +21,8 @@ N = TypeVar("N", bound=str)
 USUAL_POINTS = 30
 """A history with at most this many points per value does not limit the number of items in an answer."""
 PAGE_POINTS = 36_000
-"""The most points of each value in one answer with a long history. A hundred devices with an hour each are
-some megabytes."""
+"""The largest number of points of each value in one answer with a long history. An hour of a hundred devices
+takes some megabytes."""
 
 
 def _check(text: str) -> str:

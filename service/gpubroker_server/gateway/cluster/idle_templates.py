@@ -1,4 +1,5 @@
-"""Idle templates: make, list, delete; and the job that submits their tasks as long as devices are idle."""
+"""Routes that make, list and delete idle templates, and the job that submits their tasks while devices are
+idle."""
 
 import asyncio
 from contextlib import suppress
@@ -33,16 +34,18 @@ log = structlog.get_logger("gpubroker.idle_templates")
 resource = Resource("cluster")
 
 SUBMIT_SECONDS = 2.0
-"""Interval in which a gateway looks for tasks that it is to submit."""
+"""The interval at which a gateway looks for tasks to submit."""
 WAIT_SECONDS = 60.0
-"""A task that does not start within this time expires: what was idle is in use by then."""
+"""The queue TTL of a template's task. A device that was idle is in use if the task does not start within
+it."""
 MOST_BYTES = 256 * 1024
-"""The most bytes of the body of a template's tasks: every process that leads reads all templates."""
+"""The largest body of a template's tasks, because every leader reads all templates."""
 MOST_TEMPLATES = 32
-"""The leader looks for work for each idle device every few seconds."""
+"""The largest number of templates, because the leader searches them for each idle device every few
+seconds."""
 MOST_WEIGHT = 1000
 _OURS = frozenset({"priority", "held", "name", "after", "not_before", "queue_ttl_seconds", "deadline_at"})
-"""Fields of a task's body that the service chooses, or that make no sense for a task that is submitted
+"""Fields of a task's body that the service sets, or that make no sense for a task that is submitted again and
 again."""
 
 
@@ -79,8 +82,9 @@ class CreateIdleTemplate(Body):
 async def create_idle_template(call: Call, parts: Parts, body: JsonBody[CreateIdleTemplate]) -> Response:
     """Make a template of tasks for idle devices.
 
-    As long as a device is idle, a task of it is submitted there, at the lowest priority; another when it
-    ends. What needs the room gets it by preemption. The template stops with the token that made it.
+    While a device is idle, a task of the template is submitted for it at the lowest priority, and another one
+    when that task ends. Tasks that need the memory get it by preemption. The template stops submitting when
+    the token that made it is deleted or expires.
     """
     identity = call.identity
     raw = bytes(msgspec.json.decode(await call.body(), type=dict[str, msgspec.Raw])["task"])
@@ -95,9 +99,9 @@ async def create_idle_template(call: Call, parts: Parts, body: JsonBody[CreateId
     if demand.bundles:
         detail = "a gang is for no idle device; leave ranks and bundles out"
         raise invalid(Fault(pointer="/task/resources", detail=detail, code="not-in-a-template"))
-    known = await parts.store.idle_templates()
-    if len(known) >= MOST_TEMPLATES:
-        detail = f"there are {len(known)} idle templates, and may be {MOST_TEMPLATES}; delete some"
+    templates = await parts.store.idle_templates()
+    if len(templates) >= MOST_TEMPLATES:
+        detail = f"there are {len(templates)} idle templates, and may be {MOST_TEMPLATES}; delete some"
         raise invalid(Fault(pointer="", detail=detail, code="too-many-templates"))
     template = IdleTemplate(
         Template(body.name, demand, body.weight, body.max_running),
@@ -114,15 +118,15 @@ async def create_idle_template(call: Call, parts: Parts, body: JsonBody[CreateId
 
 @resource.route("GET /idle-templates", "idle_templates_list", Scope.CLUSTER_READ, Listed[ShownTemplate])
 async def list_idle_templates(call: Call, parts: Parts) -> Response:
-    """List the idle templates of your tenant, or of all with the scope admin."""
+    """List the idle templates of your tenant, or with the scope admin those of all tenants."""
     leader = parts.leadership.leader()
     seen = (
         {}
         if leader is None or leader.fleet is None
         else {template.name: template for template in leader.fleet.templates}
     )
-    found = await parts.store.idle_templates()
-    visible = [template for template in found if call.identity.may_see(template.tenant)]
+    templates = await parts.store.idle_templates()
+    visible = [template for template in templates if call.identity.may_see(template.tenant)]
     return answer(Listed(tuple([await _shown(parts, template, seen) for template in visible])))
 
 
@@ -135,9 +139,11 @@ async def list_idle_templates(call: Call, parts: Parts) -> Response:
     status_code=204,
 )
 async def delete_idle_template(call: Call, parts: Parts, name: str) -> Response:
-    """Delete an idle template. Its tasks that run or wait go on; cancel them if they shall not."""
-    found = await parts.store.idle_templates()
-    is_visible = any(template.name == name and call.identity.may_see(template.tenant) for template in found)
+    """Delete an idle template. Its tasks that run or wait are kept; cancel them if you do not need them."""
+    templates = await parts.store.idle_templates()
+    is_visible = any(
+        template.name == name and call.identity.may_see(template.tenant) for template in templates
+    )
     if not is_visible or not await parts.store.drop_idle_template(name, by=call.identity.name):
         raise Problem(
             "not-found", f'there is no idle template "{name[:100]}"; GET /idle-templates lists them'
@@ -146,7 +152,8 @@ async def delete_idle_template(call: Call, parts: Parts, name: str) -> Response:
 
 
 async def keep_filling(parts: Parts) -> None:
-    """Submit what the leader finds missing, until cancelled. All gateways do so at once, with equal keys."""
+    """Submit the tasks that the leader finds missing, until cancelled. All gateways do so with equal
+    idempotency keys, so each task is stored once."""
     refused: dict[str, str] = {}
     while True:
         leader = parts.leadership.leader()
@@ -157,8 +164,8 @@ async def keep_filling(parts: Parts) -> None:
 
 
 async def fill(parts: Parts, leader: LeaderSeen, refused: dict[str, str]) -> None:
-    """Submit the missing tasks of all templates once. `refused`: template -> the reason for which its last
-    task was refused, so that each cause is logged once."""
+    """Submit the missing tasks of all templates once. `refused` maps a template to the reason why its last
+    task was refused, so that each reason is logged once."""
     fleet = leader.fleet
     wanted = (
         {} if fleet is None else {template.name: template for template in fleet.templates if template.missing}
@@ -177,11 +184,11 @@ async def fill(parts: Parts, leader: LeaderSeen, refused: dict[str, str]) -> Non
 
 
 async def _submit(parts: Parts, template: IdleTemplate, number: str) -> None:
-    """Submit one task of the template. Raises Problem."""
+    """Submit one task of the template. Raises Problem if the task is refused."""
     identity = _holder(parts, template)
-    # Made at: a template of the same name that was deleted had tasks with the same numbers.
+    # The key contains `made_at`, because a deleted template of this name had tasks with these numbers.
     key = f"{NAME_PREFIX}{template.name}/{template.made_at}/{number}"
-    # All gateways submit the task with the same key, so they must find the same hash.
+    # All gateways submit the task with one key, so they must also have one hash.
     sent = SentKey(key, await body_hash("task", identity.tenant, template.task.encode()))
     submission = submission_of(_task(template.name, _parsed(template)), identity.tenant)
     await parts.submissions.accept(identity, submission, sent)
@@ -192,13 +199,14 @@ def _parsed(template: IdleTemplate) -> SubmitTask:
 
 
 def _task(name: str, body: SubmitTask) -> SubmitTask:
-    """The body of a template's task."""
+    """Return the body of a template's task, with the fields that the service sets."""
     own_fields = {"name": f"{NAME_PREFIX}{name}", "priority": 0, "queue_ttl_seconds": WAIT_SECONDS}
     return body.model_copy(update=own_fields)
 
 
 def _holder(parts: Parts, template: IdleTemplate) -> Identity:
-    """The holder of its token. Raises Problem if its token is gone or may not do so any more."""
+    """Return the holder of the token that made the template. Raises Problem if the token is gone, or lacks
+    the scopes."""
     identity = parts.tokens.holder(template.token)
     if identity is None:
         raise Problem("forbidden", f'the token "{template.made_by}" that made it was deleted or has expired')
@@ -217,14 +225,15 @@ def _why_paused(seen: TemplateSeen) -> str | None:
 
 
 async def _why_stopped(parts: Parts, template: IdleTemplate) -> str | None:
-    """Return why a submit of one of its tasks would be refused, but for the state of the queue."""
+    """Return why a task of the template would be refused; None if it would not. The state of the queue is not
+    considered."""
     submissions, body = parts.submissions, _task(template.name, _parsed(template))
     try:
         identity = _holder(parts, template)
-        found = await submissions.judged(identity, submission_of(body, identity.tenant))
+        verdict = await submissions.judged(identity, submission_of(body, identity.tenant))
     except Problem as problem:
         return problem.detail
-    return problem_of(found).detail if isinstance(found, Refused) else None
+    return problem_of(verdict).detail if isinstance(verdict, Refused) else None
 
 
 def _check_body(body: SubmitTask, raw: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Nodes: what they have and what is used of it; cordon, drain and uncordon."""
+"""Routes that list, cordon, drain and uncordon nodes: what each node has, and what is used of it."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,7 +135,7 @@ class DrainNode(CordonNode):
 
 
 def _change(verb: str) -> Callable[[Endpoint], Endpoint]:
-    """Declare the route of a request to the leader about a node."""
+    """Return the decorator of a route that requests a change of a node from the leader."""
     return resource.route(
         f"POST /nodes/{{node}}/{verb}",
         f"nodes_{verb}",
@@ -154,7 +154,7 @@ async def cordon_node(
     node: str,
     body: JsonBody[CordonNode] = CordonNode(),  # noqa: B008  # frozen
 ) -> Response:
-    """Start nothing new on a node. What runs there goes on; a drain of it ends."""
+    """Cordon a node: nothing new starts on it, and what runs there goes on. This ends a drain of the node."""
     return await _ask(caller, parts, node, "cordon", {"reason": body.reason})
 
 
@@ -168,7 +168,8 @@ async def drain_node(
     """Cordon a node, and ask what runs there to leave by the rules of preemption: with notice and grace
     period, and back into the queue without using a retry. Models are unloaded.
 
-    `drain.done` of the node says when nothing is left. A later drain replaces the deadline of an earlier one.
+    `drain.done` of the node is true when nothing is left. A later drain replaces the deadline of an earlier
+    drain.
     """
     about = {"reason": body.reason, "deadline_seconds": body.deadline_seconds}
     return await _ask(caller, parts, node, "drain", about)
@@ -181,7 +182,8 @@ async def uncordon_node(
     node: str,
     body: JsonBody[CordonNode] = CordonNode(),  # noqa: B008  # frozen
 ) -> Response:
-    """Let tasks start on a node again; a drain of it ends. Runs under notice leave nevertheless."""
+    """Uncordon a node: tasks may start on it again. This ends a drain of the node, but runs under notice
+    still leave."""
     return await _ask(caller, parts, node, "uncordon", {"reason": body.reason})
 
 
@@ -193,18 +195,19 @@ async def _ask(caller: Caller, parts: Parts, name: str, what: str, about: dict[s
 
 
 async def known_node(parts: Parts, name: str) -> NodeName:
-    """Return the name of a node that a request to the leader is about. Raises Problem if there is none."""
+    """Return the name of a node after the World has caught up. Raises Problem not-found if there is no such
+    node, and Problem follower-stale if the World is too old."""
     await parts.freshness.catch_up()
     parts.freshness.moment()
     return _known(parts, name).name
 
 
 def _known(parts: Parts, name: str) -> Node:
-    """Return a node. Raises Problem if there is no such node."""
+    """Return a node. Raises Problem not-found if there is no such node."""
     node = parts.world.nodes.get(NodeName(name))
     if node is None:
-        known = ", ".join(sorted(parts.world.nodes)[:MOST_NAMED]) or "none yet"
-        raise Problem("not-found", f'there is no node "{name[:100]}"; nodes: {known}')
+        names = ", ".join(sorted(parts.world.nodes)[:MOST_NAMED]) or "none yet"
+        raise Problem("not-found", f'there is no node "{name[:100]}"; nodes: {names}')
     return node
 
 
@@ -216,7 +219,8 @@ def _drain(world: World, node: Node, since: Instant) -> Drain:
 def _shown(
     kind: type[AnyNode], viewer: Identity, parts: Parts, node: Node, query: HistoryQuery, **more: Any
 ) -> AnyNode:
-    """Return a node as it is answered, its agent as the leader knows it. `more`: other fields of `kind`."""
+    """Return the view of a node, with its agent as the leader knows it. `kind` is the type of the view, and
+    `more` are its further fields."""
     world, leader = parts.world, parts.leadership.leader()
     agent = parts.leadership.executor_status().get("agents", {}).get(node.name)
     use, keys = world.use.get(node.name, NodeUsage()), world.by_node.get(node.name, ())
@@ -273,7 +277,8 @@ def _measured(parts: Parts, sample: NodeSample) -> MeasuredNode:
 
 
 def _holders(world: World, node: NodeName, viewer: Identity) -> Iterator[NodeHolder]:
-    """Yield what has leases on the node's devices, then tasks that have none there."""
+    """Yield the holders of leases on the node's devices, then the tasks that run on the node without a
+    lease."""
     held: dict[str, list[Lease]] = {}
     for key in world.by_node.get(node, ()):
         for _, holding in sorted(world.ledgers[key].holdings.items()):

@@ -1,4 +1,4 @@
-"""Pause the queue of a tenant or of a work stream, and resume it."""
+"""Routes that pause and resume the queue of a tenant or of a work stream."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ SUBJECT = "queue"
 
 
 class ChangePause(Body):
-    """`reason` is shown to those who wait, and recorded with the name of your token."""
+    """`reason` is shown with the tasks that wait, and recorded with the name of your token."""
 
     reason: Because = ""
 
@@ -34,8 +34,8 @@ _NO_REASON = ChangePause()
 async def pause_tenant(caller: Caller, parts: Parts, name: str, body: Why = _NO_REASON) -> Response:
     """Pause a tenant's queue: its tasks, leases and queued inferences wait. What runs goes on.
 
-    A task that has to leave while its queue is paused waits too, unless it only moves to another node. Times
-    to wait and deadlines go on. A pause outlives restarts.
+    A task that is preempted while its queue is paused waits, too, unless it only moves to another node. Queue
+    TTLs and deadlines are not suspended. A pause outlives restarts of the service.
     """
     _check_tenant(parts, name)
     return await _changed(caller, parts, f"tenant:{name}", body, pauses=True)
@@ -52,7 +52,7 @@ async def resume_tenant(caller: Caller, parts: Parts, name: str, body: Why = _NO
 
 @resource.route("POST /streams/{name}/pause", "streams_pause", Scope.ADMIN, Queue, _PROBLEMS, accepted=STORED)
 async def pause_stream(caller: Caller, parts: Parts, name: str, body: Why = _NO_REASON) -> Response:
-    """Pause a work stream: the tasks of all tenants that name it wait, as those of a paused tenant do."""
+    """Pause a work stream: the tasks of all tenants that name it wait, as the tasks of a paused tenant do."""
     _check_stream(parts, name)
     return await _changed(caller, parts, f"stream:{name}", body, pauses=True)
 
@@ -67,21 +67,24 @@ async def resume_stream(caller: Caller, parts: Parts, name: str, body: Why = _NO
 
 
 def _check_tenant(parts: Parts, name: str) -> None:
-    """Refuse an unknown tenant, unless it is paused: a pause can always be ended. Raises Problem."""
+    """Check that the tenant is known or paused, because a pause can always be ended. Raises Problem
+    not-found."""
     fault = unknown_tenant(name, parts.world, parts.policy, parts.tokens)
     if fault and f"tenant:{name}" not in parts.world.queue.pauses:
         raise Problem("not-found", fault)
 
 
 def _check_stream(parts: Parts, name: str) -> None:
-    """Refuse an unknown work stream, unless it is paused. Raises Problem."""
+    """Check that the work stream is known or paused, because a pause can always be ended. Raises Problem
+    not-found."""
     fault = unknown_stream(name, parts.world, parts.policy)
     if fault and f"stream:{name}" not in parts.world.queue.pauses:
         raise Problem("not-found", fault)
 
 
 async def _changed(caller: Caller, parts: Parts, queue: str, body: ChangePause, *, pauses: bool) -> Response:
-    """Ask the leader, which ignores what is so already: another gateway may just have changed it."""
+    """Ask the leader to pause or resume a queue, and return the answer. The leader ignores a request for the
+    state that the queue has, because another gateway may just have changed it."""
     fields = {"queue": queue, "by": caller.name, "reason": body.reason}
     settled = await parts.requests.ask(SUBJECT, caller.tenant, "pause" if pauses else "unpause", fields)
     paused = next((pause for pause in paused_queues(parts.world) if pause.queue == queue), None)
@@ -89,7 +92,7 @@ async def _changed(caller: Caller, parts: Parts, queue: str, body: ChangePause, 
 
 
 def paused_queues(world: World) -> list[Paused]:
-    """Return all paused queues by name. Goes once through all paused tasks."""
+    """Return all paused queues by name. This iterates once over all paused tasks."""
     waiting = Counter(world.queue.pause_of(world.tasks[task]) for task in world.queue.paused)
     return [
         Paused(pause.queue, Time.at(pause.at), pause.actor, pause.reason, waiting[pause])

@@ -1,4 +1,4 @@
-"""The operator's configuration, and each tenant's part of it."""
+"""Routes that read the operator's configuration and the state of tenants."""
 
 from collections.abc import Iterator, Mapping
 
@@ -42,22 +42,23 @@ async def list_tenants(caller: Caller, parts: Parts) -> Response:
 
 
 def may_compare(viewer: Identity, tenant: str) -> bool:
-    """True if the token may see what a tenant may have: how a cluster is shared is part of the cluster."""
+    """Return True if the token may see the quota and weight of a tenant. A token that may read the cluster
+    may see those of all tenants, because they say how the cluster is shared."""
     return viewer.tenant == tenant or viewer.may(Scope.CLUSTER_READ)
 
 
 def _tenants(parts: Parts, viewer: Identity) -> Iterator[Tenant]:
-    """Yield by name the tenants that are configured, that hold or wait for something, or that ever held
-    something."""
+    """Yield, by name, the tenants that the token may see. They are configured or paused, have tasks, or have
+    held memory."""
     world, policy, now = parts.world, parts.policy, parts.clock.now()
     levels = FairShareLevels(world, policy, now)
     configured = {tenant.name for tenant in policy.tenants} - {"*"}
     pending, active = tasks_by_tenant(world)
-    paused = {one.queue: one for one in paused_queues(world)}
+    paused = {pause.queue: pause for pause in paused_queues(world)}
     paused_tenants = {pause.tenant for pause in world.queue.pauses.values()} - {""}
-    known = configured | levels.tenants | set(pending) | set(active) | paused_tenants
-    shown = known if viewer.may(Scope.CLUSTER_READ) else {viewer.tenant}
-    weights = sum(policy.tenant(name).weight for name in sorted(known | shown))
+    tenants = configured | levels.tenants | set(pending) | set(active) | paused_tenants
+    shown = tenants if viewer.may(Scope.CLUSTER_READ) else {viewer.tenant}
+    weights = sum(policy.tenant(name).weight for name in sorted(tenants | shown))
     for name in sorted(shown):
         rule = policy.tenant(name)
         held_mb = world.accounts.held_mb(name)
@@ -82,7 +83,8 @@ def _tenants(parts: Parts, viewer: Identity) -> Iterator[Tenant]:
 
 @resource.route("GET /profiles", "profiles_list", Scope.TASKS_READ, Listed[Profile])
 async def list_profiles(parts: Parts) -> Response:
-    """List the roles that a task may name: those that come with the service, and the operator's own."""
+    """List the roles that a task may name: the roles that come with the service, and the operator's own
+    roles."""
     return answer(Listed(_by_name(parts.rules.defaults.profiles)))
 
 
@@ -92,7 +94,7 @@ def _by_name(defaults: Mapping[str, Profile]) -> tuple[Profile, ...]:
 
 @resource.route("GET /policy", "policy_get", Scope.TASKS_READ, ShownPolicy)
 async def get_policy(caller: Caller, parts: Parts) -> Response:
-    """Read what the operator has configured: bands, kinds, pools, limits, the most per task, and defaults.
+    """Read what the operator has configured: bands, kinds, pools, limits, the maximum per task, and defaults.
 
     A token without the scope cluster:read sees only the rules of its own tenant.
     """

@@ -1,4 +1,5 @@
-"""Things that wait for an operator's statement: memory in quarantine, and silent nodes that are held back."""
+"""Routes by which an operator states that the holder of quarantined memory is gone, or that silent nodes are
+lost."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -33,7 +34,8 @@ Reason = Annotated[
 
 
 class ReleaseQuarantine(Body):
-    """The statement that the holder of this memory is gone. The lists restrict it; empty: no restriction."""
+    """The statement that the holder of quarantined memory is gone. Each list restricts the statement; an
+    empty list does not."""
 
     reason: Reason
     attempts: Annotated[
@@ -47,7 +49,7 @@ class ReleaseQuarantine(Body):
     ] = Field(default_factory=list)
 
     def includes(self, run: Quarantined) -> bool:
-        """True if the statement is about this run, on whichever devices."""
+        """Return True if the statement is about this run, whatever its devices are."""
         return (not self.attempts or run.attempt in self.attempts) and (
             not self.ranks or run.rank in self.ranks
         )
@@ -60,7 +62,8 @@ async def list_quarantine(caller: Caller, parts: Parts) -> Response:
     """List the memory that counts as used because its holder is not confirmed to be gone, and which proof it
     waits for.
 
-    Longest first: runs of tasks, each attempt and rank by itself, and external leases.
+    The list has one entry for each attempt and rank of a task and for each external lease. The memory that
+    has been in quarantine longest comes first.
     """
     return answer(Overview(**parts.freshness.moment(), items=_shown(caller, parts)))
 
@@ -79,9 +82,9 @@ async def release_quarantine(
 ) -> Response:
     """State that the processes of a task, or an external lease, are gone, so that its memory is released.
 
-    For what no agent can prove, such as a machine that does not come back. The name of your token and your
-    reason are recorded. If the statement is wrong, the memory that is still in use shows at the next
-    measurement.
+    Use it if no agent can prove that they are gone, for example because a machine does not come back. The
+    name of your token and your reason are recorded. If the statement is wrong, the next measurement shows the
+    memory that is still in use.
     """
     await parts.freshness.catch_up()
     parts.freshness.moment()
@@ -125,7 +128,7 @@ def _stated_leases(caller: Caller, parts: Parts, holder_id: str, body: ReleaseQu
 
 
 def _shown(viewer: Identity, parts: Parts, holder: str | None = None) -> tuple[ShownQuarantined, ...]:
-    """Return the quarantine of one holder, or of all."""
+    """Return the views of the quarantined memory of one holder, or of all holders if `holder` is None."""
     world = parts.world
     return tuple(
         quarantined_view(world, run, named=_may_release(viewer, run.tenant))
@@ -134,7 +137,8 @@ def _shown(viewer: Identity, parts: Parts, holder: str | None = None) -> tuple[S
 
 
 def _may_release(viewer: Identity, tenant: str) -> bool:
-    """An operator must see the names of other tenants' holders, to look after them."""
+    """Return True if the token may release memory of the tenant. An operator also sees the names of other
+    tenants' holders, in order to check on their processes."""
     return viewer.may_see(tenant) or viewer.may(Scope.CLUSTER_WRITE)
 
 

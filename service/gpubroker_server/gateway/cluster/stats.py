@@ -1,4 +1,5 @@
-"""Totals: GPU memory and its fragmentation, tasks by state, executor, leader and model servers."""
+"""The route that reads totals: GPU memory and its fragmentation, tasks by state, executor, leader and model
+servers."""
 
 from collections import Counter
 
@@ -66,15 +67,15 @@ async def get_stats(parts: Parts) -> Response:
 
 def _fragmentation(parts: Parts) -> Fragmentation:
     state = parts.world, parts.policy, parts.clock.now()
-    found = fragmentation(*state)
-    total = found.total
+    pieces = fragmentation(*state)
+    total = pieces.total
     return Fragmentation(
         free_mb=total.free_mb,
         stranded_mb=total.stranded_mb,
         share=_rounded(total),
         kinds=tuple(
             KindPieces(kind, free.free_mb, free.stranded_mb, _rounded(free))
-            for kind, free in found.kinds.items()
+            for kind, free in pieces.kinds.items()
         ),
         scattered=find_scattered_demand(*state),
     )

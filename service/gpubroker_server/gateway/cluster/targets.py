@@ -1,4 +1,4 @@
-"""Targets of the fleet, what holds background work back, and what keeps new work out."""
+"""The route that lists the targets of the fleet, and the measures for which new work is refused."""
 
 from fastapi import Response
 from gpubroker.wire.answered import Time
@@ -14,10 +14,11 @@ resource = Resource("cluster")
 
 @resource.route("GET /targets", "targets_list", Scope.CLUSTER_READ, Targets, "follower-stale")
 async def list_targets(caller: Caller, parts: Parts) -> Response:
-    """List the targets of the fleet and of its parts: what is measured, whether that is inside, since when.
+    """List the targets of the fleet and of its parts: the measured value, whether it is within the target,
+    and since when.
 
-    The list is empty while no leader has looked. What keeps out the tasks of one tenant is listed for that
-    tenant, and with the scope `admin`.
+    The list is empty until a leader has measured the targets. Backpressure on the tasks of a single tenant is
+    listed only for tokens of that tenant and tokens with the scope `admin`.
     """
     moment, leader = parts.freshness.moment(), parts.leadership.leader()
     fleet = None if leader is None else leader.fleet

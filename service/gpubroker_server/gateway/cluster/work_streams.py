@@ -1,4 +1,4 @@
-"""Work streams: what operators and clients tell of them, what each counts now, and draws among them."""
+"""Routes of work streams: their weights and signals, and draws among them."""
 
 import secrets
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ from gpubroker_server.http.times import GivenTime
 resource = Resource("cluster")
 
 LARGEST = 1e12
-"""The largest progress: far beyond every score, and far from what a float cannot hold."""
+"""The largest absolute value of progress. It is far beyond every score, and a float holds it."""
 
 SEEDS = 2**53
-"""The upper bound of seeds. Whole numbers below it are exact in every client."""
+"""The upper bound of seeds. Every client represents whole numbers below it exactly."""
 
 
 class PutStream(Body):
@@ -76,7 +76,7 @@ _SIGNAL_ERRORS = f"{_ERRORS} not-found"
 
 @resource.route("GET /streams", "streams_list", Scope.TASKS_READ, Overview[WorkStream], "follower-stale")
 async def list_streams(parts: Parts) -> Response:
-    """List all work streams: what was told of each, its factors, its weight and its chance to be drawn."""
+    """List all work streams: the signals of each, its factors, its weight and its probability to be drawn."""
     moment, streams = parts.freshness.moment(), parts.world.streams
     return answer(
         Overview(**moment, items=tuple(_shown(parts, streams, draw) for draw in _draws(parts, streams)))
@@ -87,11 +87,11 @@ async def list_streams(parts: Parts) -> Response:
     "POST /streams/next", "streams_next", Scope.TASKS_READ, DrawnStream, f"{_SIGNAL_ERRORS} follower-stale"
 )
 async def draw_stream(parts: Parts, body: JsonBody[DrawStream] = _DRAW) -> Response:
-    """Draw the work stream to go on with, each by its probability. Nothing is stored."""
+    """Draw a work stream to work on next, by the probabilities of the streams. Nothing is stored."""
     parts.freshness.moment()
     streams = parts.world.streams
     seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
-    number = Random(seed).random()  # noqa: S311  # not a secret: the seed is answered
+    number = Random(seed).random()  # noqa: S311  # The number is no secret: the answer has the seed.
     draw = drawn(_draws(parts, streams), number)
     if draw is None:
         raise Problem("not-found", "there is no work stream, or all are paused: see GET /streams")
@@ -100,9 +100,10 @@ async def draw_stream(parts: Parts, body: JsonBody[DrawStream] = _DRAW) -> Respo
 
 @resource.route("PUT /streams/{name}", "streams_put", Scope.ADMIN, WorkStream, _ERRORS, accepted=STORED)
 async def put_stream(caller: Caller, parts: Parts, name: str, body: JsonBody[PutStream]) -> Response:
-    """Give a work stream its curriculum weight; one that does not exist begins to.
+    """Set the curriculum weight of a work stream, which is created if it does not exist.
 
-    The weight holds for all tenants, in place of the one in the settings, and outlives restarts.
+    The weight holds for all tenants, replaces the weight in the settings, and outlives restarts of the
+    service.
     """
     streams = parts.world.streams
     if not is_name(name) and name not in known_streams(parts.policy.streams, streams):
@@ -118,7 +119,7 @@ async def put_stream(caller: Caller, parts: Parts, name: str, body: JsonBody[Put
     accepted=STORED,
 )  # fmt: skip
 async def signal_stream(caller: Caller, parts: Parts, name: str, body: JsonBody[TellSignal]) -> Response:
-    """Tell of a work stream's progress, of the age of its data and of their quality."""
+    """Report the progress of a work stream, the age of its data, and their quality."""
     await parts.freshness.catch_up()
     _named(parts, parts.world.streams, name)
     asked = body.model_dump()
@@ -132,9 +133,10 @@ async def signal_stream(caller: Caller, parts: Parts, name: str, body: JsonBody[
     accepted=STORED, status_code=204,
 )  # fmt: skip
 async def delete_stream(caller: Caller, parts: Parts, name: str) -> Response:
-    """Forget what was told of a work stream.
+    """Delete the weight and the signals of a work stream.
 
-    One of the settings stays, with the weight that it has there. Tasks that name another one weigh 1.
+    A stream that is in the settings stays, with the weight that it has there. Tasks that name any other
+    stream then have the weight 1.
     """
     await parts.freshness.catch_up()
     _named(parts, parts.world.streams, name)
@@ -144,7 +146,8 @@ async def delete_stream(caller: Caller, parts: Parts, name: str) -> Response:
 
 
 def _draws(parts: Parts, told: Mapping[str, StreamState]) -> list[Draw]:
-    """The chance of each work stream, by name."""
+    """Return the probability of each work stream to be drawn, by name. `told` maps a name to what clients
+    have told of the stream."""
     policy, pauses = parts.policy, parts.world.queue.pauses
     streams = known_streams(policy.streams, told)
     paused = {name for name in streams if f"stream:{name}" in pauses}
@@ -152,11 +155,11 @@ def _draws(parts: Parts, told: Mapping[str, StreamState]) -> list[Draw]:
 
 
 def _named(parts: Parts, told: Mapping[str, StreamState], name: str) -> WorkStream:
-    """Return the stream of this name. Raises Problem if there is none."""
-    found = [draw for draw in _draws(parts, told) if draw.name == name]
-    if not found:
+    """Return the view of the work stream with this name. Raises Problem not-found if there is none."""
+    matching = [draw for draw in _draws(parts, told) if draw.name == name]
+    if not matching:
         raise Problem("not-found", unknown_stream(name, parts.world, parts.policy))
-    return _shown(parts, told, found[0])
+    return _shown(parts, told, matching[0])
 
 
 def _shown(parts: Parts, told: Mapping[str, StreamState], draw: Draw) -> WorkStream:

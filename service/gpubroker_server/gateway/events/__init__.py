@@ -1,1 +1,1 @@
-"""The event log as clients read it."""
+"""Routes that read the event log."""

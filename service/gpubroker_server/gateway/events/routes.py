@@ -1,4 +1,4 @@
-"""The event log: of one task, and of everything that a token may see."""
+"""Routes that read the events of one task, and all events that a token may see."""
 
 from collections import deque
 from collections.abc import Container, Sequence
@@ -26,7 +26,8 @@ resource = Resource("events")
 
 WINDOW = 500
 MOST_WINDOWS = 40
-"""20,000 events: what is farther back is not searched for the newest ones that a token may see."""
+"""The largest number of windows, 20,000 events together, that are searched for the newest events that a token
+may see."""
 
 
 class EventQuery(QueryModel):
@@ -47,9 +48,9 @@ class EventQuery(QueryModel):
 async def list_task_events(
     call: Call, parts: Parts, task_id: str, query: Annotated[EventQuery, Query()]
 ) -> Response:
-    """Read what happened to a task, oldest first: its states, its leases, the pledges made for it.
+    """Read the events of a task, oldest first: its states, its leases, and the pledges made for it.
 
-    With the id of an array or a worker set it has the events of all its workers.
+    With the id of an array or a worker set, the answer has the events of all its workers.
     """
     record = await parts.records.find(call.identity, task_id)
     whole = await whole_of(parts.records.store, record)
@@ -65,7 +66,8 @@ async def list_task_events(
 async def list_events(call: Call, parts: Parts, query: Annotated[EventQuery, Query()]) -> Response:
     """Read the log, oldest first: your tenant's events, and with `cluster:read` those of nodes and devices.
 
-    A page may be empty although more follows; read on from `next_after` until it stays the same.
+    A page may be empty although more events follow; read on from `next_after` until its value no longer
+    changes.
     """
     if query.last is not None:
         head = await parts.records.store.head()
@@ -83,28 +85,28 @@ async def _read(parts: Parts, query: EventQuery, tasks: Sequence[TaskId] | None 
 
 
 async def _newest(call: Call, parts: Parts, last: int, head: Position) -> list[Event]:
-    """Return the newest events that the token may see, read back from the head window by window, at most
-    `MOST_WINDOWS`."""
+    """Return the newest `last` events that the token may see. The log is read backwards from its head in
+    windows, of which there are at most `MOST_WINDOWS`."""
     store = parts.records.store
-    found: list[Event] = []
+    visible: list[Event] = []
     end, oldest = head, await store.oldest()
     for _ in range(MOST_WINDOWS):
         start = Position(max(oldest - 1, end - WINDOW))
         inside = [event for event in await store.events(start, WINDOW) if event.position <= end]
-        found = [event for event in inside if _may_see(call.identity, event)] + found
+        visible = [event for event in inside if _may_see(call.identity, event)] + visible
         end = start
-        if len(found) >= last or end < oldest:
+        if len(visible) >= last or end < oldest:
             break
-    return found[-last:]
+    return visible[-last:]
 
 
 async def _newest_of(parts: Parts, tasks: Sequence[TaskId], last: int) -> list[Event]:
-    found: deque[Event] = deque(maxlen=last)
+    newest: deque[Event] = deque(maxlen=last)
     after = Position(0)
     while events := await parts.records.store.events(after, WINDOW, tasks):
-        found.extend(events)
+        newest.extend(events)
         after = events[-1].position
-    return list(found)
+    return list(newest)
 
 
 def _may_see(identity: Identity, event: Event) -> bool:
@@ -115,9 +117,10 @@ def _may_see(identity: Identity, event: Event) -> bool:
 async def _page(
     call: Call, parts: Parts, query: EventQuery, events: Sequence[Event], visible: Sequence[Event]
 ) -> EventPage:
-    """Return a page of events. Raises Problem events-gone if events after the cursor are no longer kept, or
-    the log does not go so far; 0 is not a cursor."""
-    # Asked after the events were read, so that none was removed in between.
+    """Return the page with the `visible` ones among `events`. Raises Problem events-gone if events after
+    `query.after` are no longer kept, or if the log ends before it. The value 0 stands for the beginning of
+    the log and is always valid."""
+    # The oldest position is read after the events, so that a removal between the two reads is noticed.
     store = parts.records.store
     oldest = await store.oldest()
     if 0 < query.after < oldest - 1:
@@ -134,12 +137,12 @@ async def _page(
 
 
 async def _hidden_tasks(call: Call, parts: Parts, events: Sequence[Event]) -> frozenset[str]:
-    """Return the tasks for which victims made room and which this token may not see."""
+    """Return the tasks for which victims made room, as far as this token may not see them."""
     named = {TaskId(task) for event in events if (task := event.fields.get("freeing_for"))}
-    known = {task: await parts.records.store.record(task) for task in sorted(named)}
+    records = {task: await parts.records.store.record(task) for task in sorted(named)}
     return frozenset(
         task
-        for task, record in known.items()
+        for task, record in records.items()
         if record is None or not call.identity.may_see(record.task.tenant)
     )
 
@@ -153,8 +156,9 @@ def _shown(event: Event, hidden: Container[str]) -> ShownEvent:
 
 
 def _readable(name: str, value: Any) -> Any:
-    """Rows have times as seconds, answers as RFC 3339. A rank's row ends with the task that it made room for,
-    which may be another tenant's: it is left out."""
+    """Return the value of a field as answers show it. Times are seconds in rows, and RFC 3339 in answers. The
+    last column of a rank is left out: it names the task for which the rank made room, which may belong to
+    another tenant."""
     if name == "members":
         return [row[:5] for row in value]
     is_time = name.endswith("_at") or name in {"since", "not_before"}

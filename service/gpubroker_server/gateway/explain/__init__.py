@@ -1,1 +1,1 @@
-"""Explanations of a waiting task, its remedies, and what-if questions."""
+"""Routes that explain why a task waits, propose remedies, and answer what-if questions."""

@@ -1,4 +1,4 @@
-"""A plan for components, as the API answers it."""
+"""The view of a plan for components."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,11 +11,11 @@ from gpubroker_server.gateway.explain.viewpoint import Viewpoint
 
 
 def shown_plan(components: Sequence[Component], plan: FleetPlan, view: Viewpoint) -> ShownPlan:
-    without = {missing.component.name: missing for missing in plan.unplaced}
+    unplaced = {missing.component.name: missing for missing in plan.unplaced}
     return ShownPlan(
         fits=plan.fits,
         message=plan.message,
-        components=tuple(_component(component, without.get(component.name)) for component in components),
+        components=tuple(_component(component, unplaced.get(component.name)) for component in components),
         places=tuple(place for placed in plan.placed for place in _places(placed, view)),
         displaced=tuple(_displaced(run, view) for run in plan.displaced),
         missing=plan.missing,

@@ -1,4 +1,5 @@
-"""The check whether a set of components fits the fleet, or another one. Nothing is stored."""
+"""The route that checks whether components fit the present fleet or a fleet in the body. Nothing is
+stored."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Self
@@ -39,7 +40,7 @@ resource = Resource("cluster")
 
 LIMIT_SECONDS = Seconds(10.0)
 MAX_TASKS = 2000
-"""The most tasks of all components together, ranks of gangs included."""
+"""The largest number of tasks of all components together, including the ranks of gangs."""
 MAX_MACHINES = 1000
 MAX_GPUS = 10_000
 
@@ -47,8 +48,8 @@ _NAME = StringConstraints(pattern=NAME)
 
 
 class PlannedComponent(Body):
-    """`count` tasks of one demand, all running at once; with `resources.bundles` as many gangs, each of which
-    has all its ranks or none."""
+    """`count` tasks of one demand that all run at once. With `resources.bundles`, the component is `count`
+    gangs, each of which is placed with all its ranks or not at all."""
 
     name: Annotated[str, _NAME]
     count: Annotated[int, Field(ge=1, le=MAX_TASKS)] = 1
@@ -129,8 +130,9 @@ async def plan_components(caller: Caller, parts: Parts, body: JsonBody[PlanFleet
     """Say whether components fit the fleet: where each would be placed, what is missing, and which runs they
     would displace.
 
-    With `fleet`: on such machines, empty; otherwise on the present fleet, beside what runs there. Of the
-    queue only tasks with a forecast count. One plan is computed at a time.
+    With `fleet`, the components are placed on such machines, which are empty. Without it, they are placed on
+    the present fleet beside what runs there; of the tasks in the queue, only those with a forecast count. One
+    plan is computed at a time.
     """
     view = viewpoint(parts, caller)
     now, tenant = view.now, _tenant(caller, parts, body)
@@ -144,7 +146,7 @@ async def plan_components(caller: Caller, parts: Parts, body: JsonBody[PlanFleet
             forecasts = parts.leadership.forecasts()
         else:
             world, forecasts = _fleet(body.fleet, parts, now), ()
-            # The quotas of the present fleet say nothing about another one, unless a tenant is named.
+            # Quotas belong to the present fleet, so they hold for another one only if a tenant is named.
             policy = replace(parts.policy, tenants=()) if body.tenant is None else parts.policy
         try:
             plan = await run_in_thread(
@@ -182,12 +184,12 @@ def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tena
     permissions = policy.permissions
     if asked.priority is not None:
         refuse(permissions.check_priority(caller, asked.priority, tenant, at=f"{pointer}/priority"))
-    given = first(usual.priority, policy.defaults.priority)
-    priority = first(asked.priority, permissions.default_priority(caller, given, tenant))
+    configured = first(usual.priority, policy.defaults.priority)
+    priority = first(asked.priority, permissions.default_priority(caller, configured, tenant))
 
     def settled(resources: Resources, labels: Mapping[str, str]) -> Demand:
         wanted, subject = asked_of(resources, asked.placement), asked.model_type or asked.name
-        found = settled_demand(
+        settled_or_refusal = settled_demand(
             wanted,
             usual,
             policy.defaults.cpu,
@@ -197,9 +199,9 @@ def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tena
             labels,
             policy.permissions.policy,
         )
-        if isinstance(found, Refusal):
-            raise problem_of(refused_at(f"{pointer}/resources", found))
-        return found[0]
+        if isinstance(settled_or_refusal, Refusal):
+            raise problem_of(refused_at(f"{pointer}/resources", settled_or_refusal))
+        return settled_or_refusal[0]
 
     demand = settled(asked.resources, asked.labels)
     if body.fleet is not None and body.tenant is None:
@@ -217,8 +219,8 @@ def _size_is_unknown(_demand: Demand) -> Sizing:
 
 
 def _without_limits(demand: Demand) -> Demand:
-    """Return the demand without limits on how many tasks of a tenant or a label run at once; the pool's
-    amounts still count."""
+    """Return the demand without limits on how many tasks of a tenant or a label run at once. The amounts of
+    pools still count."""
     pools = tuple((name, amount) for name, amount in demand.slots if name.startswith("pool:"))
     return replace(demand, slots=pools)
 

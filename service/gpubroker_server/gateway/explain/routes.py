@@ -1,4 +1,4 @@
-"""Explanations of a waiting task, its remedies, and what would happen to a task that is not submitted yet."""
+"""Routes that explain why a task waits, and say what would happen to a task if it were submitted."""
 
 from collections import Counter
 from typing import Any
@@ -54,8 +54,8 @@ resource = Resource("tasks")
 async def explain_task(caller: Caller, parts: Parts, task_id: str) -> Response:
     """Explain why a task waits: every blocker, every device, its place in the queue, and what would help.
 
-    With the id of an array or a worker set it says how many of its workers wait, run and have ended, and
-    explains the first that waits.
+    With the id of an array or a worker set, the answer says how many of its workers wait, run and have ended,
+    and explains the first waiting worker.
     """
     record = await parts.records.find(caller, task_id)
     whole = await whole_of(parts.records.store, record)
@@ -69,12 +69,12 @@ async def _of_task(parts: Parts, viewer: Identity, record: TaskRecord) -> ShownE
     async with parts.answers.slot():
         row = parts.world.tasks.get(record.task.id)
         if row is None or row.is_terminal:
-            record = await parts.records.reread(record)  # it may just have ended
-        found = _explanation(parts, viewer, record)
-    if found.state is not ShownState.PENDING or not isinstance(record.task.holder, Inference):
-        return found
+            record = await parts.records.reread(record)  # The task may have ended since it was read.
+        explanation = _explanation(parts, viewer, record)
+    if explanation.state is not ShownState.PENDING or not isinstance(record.task.holder, Inference):
+        return explanation
     fault = await model_fault(parts.store, parts.residencies, parts.outside, record.task)
-    return replace(found, message=f"{found.message}; {fault}") if fault else found
+    return replace(explanation, message=f"{explanation.message}; {fault}") if fault else explanation
 
 
 _NOT_WANTED = "not wanted"
@@ -90,26 +90,27 @@ _NOT_WAITING: dict[str, Any] = NO_ADVICE | {
 
 
 async def _of_whole(parts: Parts, viewer: Identity, whole: Whole) -> ShownExplanation:
-    """Explain an array or a set: its state, how many workers are in which, and the first that waits."""
+    """Return the explanation of an array or a worker set: its state, the number of workers in each state, and
+    why the first waiting worker waits."""
     store, first = parts.records.store, whole.first
     standing = await standing_of(store, whole)
     words = {id: _word(parts.world, whole, id, state) for id, state in standing.workers.items()}
     counts = Counter(words.values())
     waiting = next((id for id, word in words.items() if word == TaskState.PENDING), None)
     record = first if waiting is None else await store.record(waiting) or first
-    found = await _of_task(parts, viewer, record)
+    explanation = await _of_task(parts, viewer, record)
     is_alone = len(words) == 1 and not counts[_NOT_WANTED]
     sentences = (
         [] if is_alone else [f"workers: {', '.join(f'{count} {word}' for word, count in counts.items())}"]
     )
     if is_alone:
-        sentences.append(found.message)
+        sentences.append(explanation.message)
     elif waiting is not None:
-        sentences.append(f"{waiting}: {found.message}")
+        sentences.append(f"{waiting}: {explanation.message}")
     if (failure := failure_of_whole(whole, standing)) is not None:
         sentences.append(failure.message)
     return replace(
-        found,
+        explanation,
         id=first.task.id,
         state=ShownState(standing.state),
         message="; ".join(sentences),
@@ -119,14 +120,15 @@ async def _of_whole(parts: Parts, viewer: Identity, whole: Whole) -> ShownExplan
 
 
 def _word(world: World, whole: Whole, worker: TaskId, state: TaskState) -> str:
-    """Return the worker's state. A set holds the workers that it does not want; nobody is to release them."""
+    """Return the word for a worker's state. A held worker of a worker set is shown as not wanted: the set
+    holds it, and clients need not release it."""
     row = world.tasks.get(worker)
     is_held = state is TaskState.PENDING and row is not None and row.held
     return _NOT_WANTED if is_held and not whole.is_array else state
 
 
 def _diagnose(parts: Parts, task: Task) -> Diagnosis:
-    """Judge all nodes and devices for this task."""
+    """Return the diagnosis of a task over all nodes and devices."""
     forecasts = parts.leadership.forecasts()
     return diagnose(parts.surveys.survey_nodes(parts.world, task, parts.policy, parts.clock.now(), forecasts))
 
@@ -135,18 +137,19 @@ def _explanation(parts: Parts, viewer: Identity, record: TaskRecord) -> ShownExp
     view, task = viewpoint(parts, viewer), record.task
     row = parts.world.tasks.get(task.id)
     if row is not None and row.state is TaskState.PENDING:
-        found, fields = _waiting(parts, view, row)
+        explanation, fields = _waiting(parts, view, row)
     else:
-        found = _not_waiting(parts, view.now, record)
-        fields = view.outlook(found)
+        explanation = _not_waiting(parts, view.now, record)
+        fields = view.outlook(explanation)
     if notice := parts.records.pending.notice(task):
         fields["message"] += f" ({notice}; gpubroker stats says why)"
-    state = ShownState(found.state)
-    return ShownExplanation(**fields, id=task.id, name=task.name, state=state, inherits=found.inherits)
+    state = ShownState(explanation.state)
+    return ShownExplanation(**fields, id=task.id, name=task.name, state=state, inherits=explanation.inherits)
 
 
 def _not_waiting(parts: Parts, now: Instant, record: TaskRecord) -> Explanation:
-    """Say what the task does, how it ended, or that the World does not have it yet."""
+    """Return the explanation of a task that does not wait: what it does, how it ended, or that the World does
+    not have it yet."""
     world, task = parts.world, record.task
     row = world.tasks.get(task.id)
     latest = task if row is None else row
@@ -161,31 +164,31 @@ def _not_waiting(parts: Parts, now: Instant, record: TaskRecord) -> Explanation:
 
 
 def _waiting(parts: Parts, view: Viewpoint, task: Task) -> tuple[Explanation, dict[str, Any]]:
-    """Return why the task waits, and the fields of the answer."""
+    """Return the explanation of a waiting task, and the fields of the answer."""
     diagnosis = _diagnose(parts, task)
-    found, advice, start = explain_pending(diagnosis), None, None
+    explanation, advice, start = explain_pending(diagnosis), None, None
     if not isinstance(task.holder, Inference):
         advice = advise(diagnosis, _highest_priority(parts, view.viewer))
-    elif found.reason is Reason.MODEL_LOADING:  # an inference waits for its model, not for room on a node
+    elif explanation.reason is Reason.MODEL_LOADING:  # It waits for its model, not for room on a node.
         start = expected_send_at(parts.world, task, parts.policy, parts.leadership.forecasts(), view.now)
     leaderless = no_leader(parts.world, parts.leadership, task)
     if leaderless is None:
-        return found, view.outlook(found, advice, start)
-    found = _without_leader(found, leaderless)
-    return found, view.outlook(found, advice, start) | NO_ADVICE
+        return explanation, view.outlook(explanation, advice, start)
+    explanation = _without_leader(explanation, leaderless)
+    return explanation, view.outlook(explanation, advice, start) | NO_ADVICE
 
 
 def _without_leader(found: Explanation, leaderless: Blocker) -> Explanation:
-    """Return the explanation with the missing leader as a reason, among others that the leader could not
-    end."""
+    """Return the explanation with the missing leader as a blocker, beside the blockers that would remain with
+    a leader."""
     others = [blocker for blocker in found.blockers if blocker.reason is not Reason.PENDING_EVALUATION]
     first, *more = sorted([leaderless, *others], key=lambda blocker: blocker.reason.tier)
     return replace(found, reason=first.reason, message=first.message, blockers=(first, *more))
 
 
 def _ended(record: TaskRecord) -> str:
-    """Return how and when the task ended. A lease has no run that could succeed, so its message is about its
-    release."""
+    """Return a text that says how and when the task ended. A lease has no run that could succeed, so its text
+    is about its release."""
     task = record.task
     if task.finished_at is None:
         return ""
@@ -214,7 +217,7 @@ def _how_far(task: Task, finished_at: Instant) -> str:
 
 
 _REFUSED = 422
-"""Problems of this status are part of the answer; any other problem ends the request."""
+"""The status of problems that are part of the answer. Any other problem ends the request."""
 
 
 @resource.route(
@@ -228,31 +231,31 @@ _REFUSED = 422
 async def simulate_task(caller: Caller, parts: Parts, body: JsonBody[SimulateTask]) -> Response:
     """Say what would happen to a task if it were submitted now, without doing anything.
 
-    The body is that of a submit, or one without `run`: then only its demand is judged. With `run`, the token
-    needs the same scopes as for the submit.
+    The body is that of a submit, but `run` may be left out: only the demand is then judged. With `run`, the
+    token needs the scopes that the submit needs.
     """
     if body.run is not None:
         caller.require(Scope.TASKS_WRITE, "simulating a run")
     await parts.freshness.catch_up()
-    found = await parts.submissions.judged(caller, submission_of(body, caller.tenant))
+    verdict = await parts.submissions.judged(caller, submission_of(body, caller.tenant))
     async with parts.answers.slot():
         view = viewpoint(parts, caller)
-        if not isinstance(found, Refused):
-            return answer(_simulated(parts, view, found))
-        problem = problem_of(found)
-        is_invalid = found.code == INVALID and found.would_be is None
+        if not isinstance(verdict, Refused):
+            return answer(_simulated(parts, view, verdict))
+        problem = problem_of(verdict)
+        is_invalid = verdict.code == INVALID and verdict.would_be is None
         if is_invalid or problem.kind.status != _REFUSED:
             raise problem
-        return answer(_refused(parts, view, problem, found.would_be))
+        return answer(_refused(parts, view, problem, verdict.would_be))
 
 
 def _simulated(parts: Parts, view: Viewpoint, new: AdmittedTask) -> Simulation:
     diagnosis = _diagnose(parts, new.task)
-    found, advice = explain_pending(diagnosis), advise(diagnosis, _highest_priority(parts, view.viewer))
-    found = replace(found, message=advice.message(found))
+    explanation, advice = explain_pending(diagnosis), advise(diagnosis, _highest_priority(parts, view.viewer))
+    explanation = replace(explanation, message=advice.message(explanation))
     eviction = advice.way.eviction
     return Simulation(
-        **view.outlook(found, advice),
+        **view.outlook(explanation, advice),
         **_asked(new),
         verdict=advice.verdict,
         refusal=None,
@@ -262,7 +265,7 @@ def _simulated(parts: Parts, view: Viewpoint, new: AdmittedTask) -> Simulation:
 
 
 def _refused(parts: Parts, view: Viewpoint, problem: Problem, new: AdmittedTask | None) -> Simulation:
-    """Return what a submit of this task would be refused for, and what would help."""
+    """Return the simulation of a task that a submit would refuse, with the refusal and its remedies."""
     fields = view.outlook(Explanation(TaskId(""), TaskState.PENDING, problem.detail, len(parts.world.queue)))
     if new is not None:
         advice = advise(_diagnose(parts, new.task), _highest_priority(parts, view.viewer))
@@ -276,7 +279,8 @@ def _highest_priority(parts: Parts, viewer: Identity) -> int:
 
 
 def _asked(new: AdmittedTask | None) -> dict[str, Any]:
-    """Return what the task asks for, as far as it is known."""
+    """Return the fields of a simulation that describe the demand of the task. They are None without a
+    task."""
     return {
         "priority": None if new is None else new.task.priority,
         "resources": None if new is None else demand_view(new.task.demand),
@@ -285,5 +289,6 @@ def _asked(new: AdmittedTask | None) -> dict[str, Any]:
 
 
 def _sizing(new: AdmittedTask) -> Sizing | None:
-    """Return how its size was learned, or that it takes whole devices because it states none."""
+    """Return how the size of the task was learned, or that the task takes whole devices because it states no
+    size."""
     return new.spec.sizing or unstated_size(new.task.demand)

@@ -1,4 +1,4 @@
-"""The core's findings about a task, as far as the holder of a token may see them."""
+"""The view of the core's findings about a task, limited to what the holder of a token may see."""
 
 from typing import Any
 
@@ -44,13 +44,13 @@ NO_ADVICE: dict[str, Any] = {"start": None, "start_record": None, "preemption": 
 
 
 def viewpoint(parts: Parts, viewer: Identity) -> "Viewpoint":
-    """Return the viewpoint of a request. Raises Problem follower-stale."""
+    """Return the viewpoint of a request. Raises Problem follower-stale if the World is too old."""
     return Viewpoint(parts.world, viewer, parts.clock.now(), parts.freshness.moment())
 
 
 class Viewpoint(Struct, frozen=True):
-    """The World, and the caller to whom it is shown. Other tenants' runs have no name, unless the token is an
-    admin's."""
+    """The World, and the caller to whom it is shown. Runs of other tenants are shown without id and name,
+    unless the token has the scope admin."""
 
     world: World
     viewer: Identity
@@ -58,16 +58,16 @@ class Viewpoint(Struct, frozen=True):
     moment: Moment
 
     def outlook(
-        self, found: Explanation, advice: Advice | None = None, start: ExpectedStart | None = None
+        self, explanation: Explanation, advice: Advice | None = None, start: ExpectedStart | None = None
     ) -> dict[str, Any]:
-        """Return the fields that explanations and simulations have in common. `start` is for tasks without
-        advice."""
+        """Return the fields that explanations and simulations have in common. `start` is the expected start
+        of a task without advice."""
         expected = self.expected(start if advice is None else advice.start)
         records = () if expected is None else forecasts_views(self.world)
         return {
-            "reason": found.reason,
-            "message": found.message,
-            "position": found.position,
+            "reason": explanation.reason,
+            "message": explanation.message,
+            "position": explanation.position,
             "start": expected,
             "start_record": next(
                 (record for record in records if expected and record.basis == expected.basis), None
@@ -75,15 +75,16 @@ class Viewpoint(Struct, frozen=True):
             "preemption": None if advice is None else self._preemption(advice.preemption),
             "remedies": () if advice is None else self.remedies(advice),
             "blockers": tuple(
-                Blocker(blocker.reason, blocker.reason.tier, blocker.message) for blocker in found.blockers
+                Blocker(blocker.reason, blocker.reason.tier, blocker.message)
+                for blocker in explanation.blockers
             ),
-            "quota": found.quota,
-            "ranks": tuple(map(self._rank, found.ranks)) or None,
+            "quota": explanation.quota,
+            "ranks": tuple(map(self._rank, explanation.ranks)) or None,
             "devices": ()
             if advice is None
-            else tuple(self._device(device, advice) for device in found.devices),
+            else tuple(self._device(device, advice) for device in explanation.devices),
             "evaluated_at": Time.at(self.now),
-            "queue_length": found.queue_length,
+            "queue_length": explanation.queue_length,
             "as_of": self.moment["as_of"],
             "age_seconds": self.moment["age_seconds"],
             "log_position": self.moment["position"],
@@ -114,9 +115,9 @@ class Viewpoint(Struct, frozen=True):
             lost_gpu_seconds=round(lost_gpu_seconds(run, self.now), 3),
         )
 
-    def _preemption(self, found: PreemptionVerdict) -> Preemption:
-        runs = (ProtectedRun(**asdict(self.run(run.run)), shield=run.shield) for run in found.runs)
-        return Preemption(found.why, found.message, found.counts, tuple(runs))
+    def _preemption(self, verdict: PreemptionVerdict) -> Preemption:
+        runs = (ProtectedRun(**asdict(self.run(run.run)), shield=run.shield) for run in verdict.runs)
+        return Preemption(verdict.why, verdict.message, verdict.counts, tuple(runs))
 
     def _remedy(self, remedy: Remedy) -> ShownRemedy:
         return ShownRemedy(

@@ -1,4 +1,5 @@
-"""Thousands of tasks in one request. Tasks that differ in nothing but their run share all other work."""
+"""The route that submits thousands of tasks in one request. Tasks that differ only in their run share all
+other work."""
 
 import asyncio
 import re
@@ -49,7 +50,7 @@ resource = Resource("tasks", DirectRoute)
 
 MAX_TASKS = 10_000
 SLICE_SECONDS = 0.003
-"""The time after which the batch lets other requests use the event loop."""
+"""The time after which a batch lets other requests use the event loop."""
 IDS_PER_LINE = 100
 
 _read_task = TypeAdapter(SubmitTask).validator.validate_json
@@ -57,7 +58,7 @@ _TASK_IDS = re.compile(rb"task_[0-7][0-9a-hjkmnp-tv-z]{25}")
 
 
 class SubmitBatch(ListBody):
-    """A batch of tasks. Each is treated as if it were sent alone, `key` and `after` included."""
+    """A batch of tasks. Each task is treated as if it were sent alone."""
 
     list_name: ClassVar = "tasks"
     tasks: Annotated[
@@ -91,8 +92,9 @@ async def submit_batch(
 ) -> Response:
     """Submit up to 10,000 tasks.
 
-    Each is checked as if it were sent alone. Those that are refused have a problem each, and the others are
-    stored in one commit. With `all_or_nothing` one refused task keeps all out. A key is for the whole batch.
+    Each task is checked as if it were sent alone. The answer has a problem for each refused task, and the
+    other tasks are stored in one commit. With `all_or_nothing`, nothing is stored if one task is refused. An
+    idempotency key belongs to the whole batch.
     """
     status, text, made = 202 if body.all_or_nothing else 207, b"", BatchSubmission(())
 
@@ -110,21 +112,21 @@ async def submit_batch(
 
     first, is_new = await parts.submissions.batch_once(call, idempotency_key, "batch", new)
     if not is_new:
-        kept = await parts.submissions.store.batch_answer(first)
-        return json_answer(kept.encode(), status, {"Idempotency-Replayed": "true"})
+        stored = await parts.submissions.store.batch_answer(first)
+        return json_answer(stored.encode(), status, {"Idempotency-Replayed": "true"})
     _log_accepted(made.submissions, call.identity.tenant)
     return json_answer(text, status)
 
 
 def _log_accepted(submissions: Sequence[AdmittedTask], tenant: str) -> None:
-    """Log the accepted tasks, several per line: a line for each would keep other requests waiting."""
+    """Log the accepted tasks, several per line, because one line per task would delay other requests."""
     for start in range(0, len(submissions), IDS_PER_LINE):
         ids = [submission.task.id for submission in submissions[start : start + IDS_PER_LINE]]
         log.info("tasks accepted", tasks=" ".join(ids), tenant=tenant)
 
 
 def _check_all(made: Sequence[AdmittedTask | Problem]) -> None:
-    """Check all tasks. Raises Problem batch-refused with the faults of all of them."""
+    """Check that no task is refused. Raises Problem batch-refused with the faults of all refused tasks."""
     bad = [(number, result) for number, result in enumerate(made) if isinstance(result, Problem)]
     if bad:
         faults = [fault for number, problem in bad for fault in _faults_at(number, problem)]
@@ -135,19 +137,19 @@ def _check_all(made: Sequence[AdmittedTask | Problem]) -> None:
 def _submitted(call: Call, made: Sequence[AdmittedTask | Problem]) -> SubmittedBatch:
     items: list[SubmittedTask] = []
     refused, place = 0, f"{current_prefix.get()}/tasks"
-    for number, one in enumerate(made):
-        if isinstance(one, AdmittedTask):
-            items.append(SubmittedTask(status=202, id=one.task.id, url=f"{place}/{one.task.id}"))
+    for number, result in enumerate(made):
+        if isinstance(result, AdmittedTask):
+            items.append(SubmittedTask(status=202, id=result.task.id, url=f"{place}/{result.task.id}"))
         else:
-            one.errors = _faults_at(number, one)
-            problem = problem_document(one, call.scope)
+            result.errors = _faults_at(number, result)
+            problem = problem_document(result, call.scope)
             items.append(SubmittedTask(status=problem.status, problem=problem))
             refused += 1
     return SubmittedBatch(len(made) - refused, refused, tuple(items))
 
 
 def _faults_at(number: int, problem: Problem) -> list[Fault]:
-    """Return the faults of one task, with pointers into the batch."""
+    """Return the faults of one task, with pointers relative to the batch."""
     place = f"/tasks/{number}"
     if not problem.errors:
         return [Fault(pointer=place, detail=problem.detail, code=problem.code)]
@@ -155,27 +157,29 @@ def _faults_at(number: int, problem: Problem) -> list[Fault]:
 
 
 def _check_keys(text: bytes) -> None:
-    """Check that no object has a key twice. Raises Problem."""
+    """Check that no object in the text has a key twice. Raises Problem validation-failed."""
     if fault := duplicate_key(text):
         raise invalid(fault)
 
 
 class BatchTasks:
-    """Makes the tasks of one request, each as if it were sent alone."""
+    """Admits the tasks of one request, each as if it were sent alone."""
 
     def __init__(self, submissions: Submissions, identity: Identity) -> None:
         self._submissions = submissions
         self._identity = identity
         self._now = submissions.clock.now()
         self._firsts: dict[Surroundings, AdmittedTask] = {}
-        """The first of several tasks that differ in nothing but their run: all other work is shared."""
+        """Surroundings of a run -> the first task that has them. Later tasks with these surroundings share
+        all work that does not depend on the run."""
         self._last: tuple[Surroundings, AdmittedTask] | None = None
         """The surroundings of the last task's run, and the first task that has them."""
         self._stands: dict[TaskId, StoredState] = {}
         self._unborn = StoredState(identity.tenant, TaskState.PENDING)
 
     async def make(self, texts: Sequence[bytes], *, has_dependencies: bool) -> list[AdmittedTask | Problem]:
-        """Return what to store of each task, or why it is refused. Large arguments are objects by then."""
+        """Return for each text the admitted task, or the Problem for which it is refused. Large arguments
+        have been moved to objects when this returns."""
         if has_dependencies:
             await self._read_stands(texts)
         made: list[AdmittedTask | Problem] = []
@@ -185,7 +189,7 @@ class BatchTasks:
         for number, (id, text) in enumerate(zip(ids, texts, strict=True)):
             try:
                 if references is not None:
-                    _check_keys(text)  # before it is written anew
+                    _check_keys(text)  # `resolved` may write the text anew, and would drop the second key.
                     text = references.resolved(number, made)
                     self._stands |= dict.fromkeys(references.named, self._unborn)
                 made.append(self._as_the_last(text, id) or await self._new_task(text, id))
@@ -197,15 +201,15 @@ class BatchTasks:
         return made
 
     async def _read_stands(self, texts: Sequence[bytes]) -> None:
-        """Read the state of everything that may be the id of a dependency."""
+        """Read the states of all tasks whose ids occur in the texts of tasks that may have dependencies."""
         named = sorted({id for text in texts if b"after" in text for id in _TASK_IDS.findall(text)})
         ids = [TaskId(id.decode()) for id in named]
         for start in range(0, len(ids), MAX_STANDS):
             self._stands |= await self._submissions.store.states(ids[start : start + MAX_STANDS])
 
     def _as_the_last(self, text: bytes, id: TaskId) -> AdmittedTask | None:
-        """Return the task if it calls the same entrypoint as the one before it, and differs in nothing
-        else."""
+        """Return the task of a text that differs from the last one only in the arguments of its entrypoint;
+        None for any other text."""
         if self._last is None or may_name_objects(text):
             return None
         surroundings, first = self._last
@@ -215,7 +219,7 @@ class BatchTasks:
         return like_with(first, id, arguments)
 
     async def _new_task(self, text: bytes, id: TaskId) -> AdmittedTask:
-        """Return the task that the text describes. Raises Problem."""
+        """Return the task that the text describes. Raises Problem if the task is refused."""
         _check_keys(text)
         split = None if _names_directory(text) else split_at_run(text)
         if split is None:
@@ -240,11 +244,13 @@ class BatchTasks:
         return await self._submissions.with_object(like(first, id, spec))
 
     def _remember(self, surroundings: Surroundings, first: AdmittedTask) -> None:
-        if first.spec.arguments_digest is None and not first.spec.objects:  # see `like_with`
+        # `like_with` replaces only the arguments in the row, so a task with objects cannot serve it.
+        if first.spec.arguments_digest is None and not first.spec.objects:
             self._last = surroundings, first
 
     async def _first(self, text: bytes, id: TaskId) -> AdmittedTask:
-        """Admit a task that is like none before it. Raises Problem."""
+        """Return the task of a text after full validation and admission. Raises Problem if the task is
+        refused."""
         try:
             body = _read_task(text)
         except ValidationError as error:
@@ -257,5 +263,6 @@ class BatchTasks:
 
 
 def _names_directory(text: bytes) -> bool:
-    """Return True if the task may have an upload or outputs, which its run has to agree with."""
+    """Return True if the task may have an upload or outputs, which must be validated together with its
+    run."""
     return b'"upload"' in text or b'"outputs"' in text

@@ -1,4 +1,5 @@
-"""Tasks of a batch that run after others of the same batch, which have no ids yet when they are written."""
+"""Resolves references between tasks of one batch: a client writes indexes or names, because ids do not exist
+yet."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,17 +13,19 @@ from gpubroker_server.http.problems import Fault, Problem
 
 
 class BatchReferences:
-    """Puts ids in the place of indexes and names in `after`."""
+    """Replaces indexes and names in `after` by ids."""
 
     def __init__(self, texts: Sequence[bytes], ids: Sequence[TaskId]) -> None:
         self.named: set[TaskId] = set()
-        """Tasks of this batch that others run after."""
+        """The tasks of this batch that other tasks run after."""
         self._texts = texts
         self._ids = ids
         self._by_name: dict[str, list[int]] | None = None
 
     def resolved(self, number: int, made: Sequence[object]) -> bytes:
-        """The text of a task with ids only. `made`: what became of those before it. Raises Problem."""
+        """Return the text of a task in which `after` has only ids. `made` holds the results of the tasks
+        before this one, which are Problems if they were refused. Raises Problem for a reference to no earlier
+        task."""
         text = self._texts[number]
         body = _object(text) if b'"after"' in text else {}
         after = body.get("after")
@@ -33,21 +36,24 @@ class BatchReferences:
         for index, item in enumerate(after):
             wanted = item.get("task") if isinstance(item, dict) else item
             if isinstance(wanted, bool) or not isinstance(wanted, int | str) or is_task_id(str(wanted)):
-                continue  # an id, or what validation refuses
-            found = self._index_of(wanted, number)
-            if isinstance(found, str) or isinstance(made[found], Problem):
-                detail = found if isinstance(found, str) else f"task {found} of this batch was refused"
+                continue  # This is an id, or a value that validation refuses.
+            earlier = self._index_of(wanted, number)
+            if isinstance(earlier, str) or isinstance(made[earlier], Problem):
+                detail = earlier if isinstance(earlier, str) else f"task {earlier} of this batch was refused"
                 faults.append(Fault(pointer=f"/after/{index}/task", detail=detail, code="unknown-task"))
                 continue
-            self.named.add(self._ids[found])
-            after[index] = {**item, "task": self._ids[found]} if isinstance(item, dict) else self._ids[found]
+            self.named.add(self._ids[earlier])
+            after[index] = (
+                {**item, "task": self._ids[earlier]} if isinstance(item, dict) else self._ids[earlier]
+            )
             has_changed = True
         if faults:
             raise invalid(*faults)
         return to_json(body) if has_changed else text
 
     def _index_of(self, wanted: int | str, number: int) -> int | str:
-        """Return the index of the wanted task, or a text that says what is wrong."""
+        """Return the index of the task that a reference names, or a text that says what is wrong with it.
+        `number` is the index of the task that has the reference."""
         if isinstance(wanted, int):
             if 0 <= wanted < number:
                 return wanted
@@ -68,9 +74,9 @@ class BatchReferences:
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    """Return the object; empty if the text is none, which the validation reports."""
+    """Return the JSON object in the text; empty if the text is no object, which validation reports."""
     try:
-        found = from_json(text)
+        value = from_json(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

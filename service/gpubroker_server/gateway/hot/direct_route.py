@@ -1,10 +1,10 @@
-"""Routes that are declared the FastAPI way but answered directly.
+"""Routes that are declared as in FastAPI but answered directly.
 
-An endpoint's signature is its declaration: any of `call: Call`, parts of the app, path parameters as `str`,
-at most one `Annotated[<Query model>, Query()]`, headers as `Annotated[..., Header(alias=...)]`, at most one
-body model, which a reader of its own may read (`ReadBy`). FastAPI builds the OpenAPI document from it. The
-request itself bypasses FastAPI's dependency machinery: pydantic validates the raw bytes once, and the
-endpoint is called. That is about 40 % more requests per second.
+The signature of an endpoint declares its parameters: `call: Call`, parts of the app, path parameters as
+`str`, at most one `Annotated[<Query model>, Query()]`, headers as `Annotated[..., Header(alias=...)]`, and at
+most one body model, for which `ReadBy` may name a reader. FastAPI builds the OpenAPI document from the
+signature. The request itself bypasses FastAPI's dependency machinery: pydantic validates the raw bytes once,
+and the endpoint is called, which gives about 40 % more requests per second.
 """
 
 import inspect
@@ -37,26 +37,26 @@ _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 Reader = Callable[[Call, bytes], Any]
-"""Reads one argument of an endpoint out of the request and its body. Raises InvalidPart."""
+"""A function that reads one argument of an endpoint from the request and its body. It raises InvalidPart."""
 
 
 class ReadBy(NamedTuple):
-    """Marks a parameter that a reader of its own makes of the body, which is documented as `model`."""
+    """Marks a parameter that `reader` makes from the body. The body is documented as `model`."""
 
     model: type[BaseModel]
     reader: Callable[[Reader], Reader]
-    """Takes what reads and validates the model."""
+    """Returns the reader of the parameter. Its argument is the reader that validates the model."""
 
 
 class DirectRoute(APIRoute):
-    """A route that FastAPI documents and does not answer."""
+    """A route that FastAPI documents but does not answer."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, _documented(endpoint), **options)
         self.endpoint = endpoint
         needed = [need for need in self.dependencies if isinstance(need, params.Security)]
         self._scopes = [scope for need in needed for scope in need.scopes or ()]
-        """Scopes of which any is enough."""
+        """The scopes of which the token needs one."""
         self._readers = _readers_of(endpoint, self.param_convertors)
         self._takes_parameters = bool(self.dependant.query_params)
         self.app = self.answer
@@ -70,7 +70,7 @@ class DirectRoute(APIRoute):
         await response(scope, receive, send)
 
     async def _arguments(self, call: Call) -> dict[str, Any]:
-        """Return the arguments of the handler. Raises one Problem with all faults of the request."""
+        """Return the arguments of the endpoint. Raises one Problem with all faults of the request."""
         raw = b"" if self.body_field is None else await call.body()
         arguments: dict[str, Any] = {}
         faults: list[Fault] = []
@@ -87,7 +87,8 @@ class DirectRoute(APIRoute):
 
 
 def _documented(endpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the parameters that FastAPI is to document."""
+    """Return the endpoint with the signature that FastAPI documents, in which a `ReadBy` parameter has the
+    type of its model."""
     bodies = {
         name: mark.model
         for name, hint in get_type_hints(endpoint, include_extras=True).items()
@@ -144,7 +145,8 @@ def _reader_of(name: str, hint: Any, default: Any, is_path: bool) -> Reader:
 
 
 def _body_reader(model: type[BaseModel], default: Any) -> Reader:
-    """A parameter with a default is an optional body: an empty body means the default."""
+    """Return the reader of a body. A body whose parameter has a default is optional: if it is empty, the
+    reader returns the default."""
     validate = TypeAdapter(model).validator.validate_json
     is_optional = default is not inspect.Parameter.empty
 
@@ -171,7 +173,7 @@ def _list_reader(model: type[ListBody]) -> Reader:
             raise InvalidPart([Fault(pointer="", detail=detail, code="model-type")]) from None
         except msgspec.DecodeError as error:
             raise Problem("malformed-json", why=error) from None
-        _check_keys(raw.replace(members.get(model.list_name, b"{"), b"0", 1))  # the route checks the items
+        _check_keys(raw.replace(members.get(model.list_name, b"{"), b"0", 1))  # The route checks the items.
         values = {
             name: _items(text) if name == model.list_name else _value(text) for name, text in members.items()
         }
@@ -184,14 +186,14 @@ def _list_reader(model: type[ListBody]) -> Reader:
 
 
 def _check_keys(text: bytes) -> None:
-    """Check that no key of an object stands twice. Raises InvalidPart."""
+    """Check that no object in the text has a key twice. Raises InvalidPart."""
     fault = duplicate_key(text)
     if fault is not None:
         raise InvalidPart([fault])
 
 
 def _items(text: bytes) -> Any:
-    """The items of an array as JSON text; the value if it is not an array."""
+    """Return the items of an array, each as JSON text; the decoded value if it is not an array."""
     try:
         return [bytes(item) for item in _decode_items(text)]
     except msgspec.ValidationError:
@@ -224,15 +226,16 @@ def _query_reader(model: type[Query]) -> Reader:
 
 
 def _header_reader(header: str, adapter: TypeAdapter[Any]) -> Reader:
-    """A header is always optional; None if it was not sent."""
+    """Return the reader of a header. Headers are optional: the reader returns None if the header is
+    missing."""
     name = header.lower().encode()
 
     def read(call: Call, _raw: bytes) -> Any:
-        given = call.header(name)
-        if given is None:
+        text = call.header(name)
+        if text is None:
             return None
         try:
-            return adapter.validate_python(given)
+            return adapter.validate_python(text)
         except ValidationError as error:
             raise InvalidPart([header_fault(header, error.errors(include_url=False)[0]["msg"])]) from None
 

@@ -1,4 +1,5 @@
-"""Bodies of tasks that are like one before: a program that submits in a loop changes its arguments alone."""
+"""Reads bodies of tasks faster if they differ from an earlier body only in their arguments, as those of a
+program that submits in a loop."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,14 +22,14 @@ from gpubroker_server.http.routing import Call, check_content_type
 
 MOST_KNOWN: Final = 64
 MOST_BYTES: Final = 16 * 1024
-"""Surroundings with more are not kept."""
+"""Surroundings with more bytes are not kept."""
 
 
 class KnownBodies:
-    """Reads bodies of tasks, and of those that call the same entrypoint and differ in its arguments alone
-    only the arguments: validating the rest takes as long as admitting the task.
+    """Reads bodies of tasks. If a body differs from an earlier one only in the arguments of its entrypoint,
+    only the arguments are read, because validating the rest takes as long as admitting the task.
 
-    A submission is a pure function of its body and its tenant, so nothing that is kept can be out of date.
+    A submission is a pure function of its body and its tenant, so a kept submission cannot be out of date.
     """
 
     def __init__(self, read_body: Callable[[Call, bytes], SubmitTask]) -> None:
@@ -37,7 +38,7 @@ class KnownBodies:
         self._known: OrderedDict[Surroundings, Submission] = OrderedDict()
 
     def read(self, call: Call, text: bytes) -> Submission:
-        """Return what a body asks for. Raises InvalidPart and Problem."""
+        """Return the submission of a body. Raises InvalidPart or Problem if the body is invalid."""
         tenant = call.identity.tenant
         if may_name_objects(text):
             return submission_of(self._read_body(call, text), tenant)
@@ -51,12 +52,12 @@ class KnownBodies:
         if split is None or not isinstance(split.run, EntrypointCall):
             return submission_of(self._read_body(call, text), tenant)
         surroundings = split.surroundings
-        known = self._known.get(surroundings)
-        if known is not None:
+        earlier = self._known.get(surroundings)
+        if earlier is not None:
             arguments = arguments_within(text, surroundings)
             if arguments is not None:
-                self._last = surroundings, known
-                return _like(known, tenant, arguments)
+                self._last = surroundings, earlier
+                return _like(earlier, tenant, arguments)
         submission = submission_of(self._read_body(call, text), tenant)
         if len(surroundings.before) + len(surroundings.after) <= MOST_BYTES and is_split_at_run(split):
             self._last = surroundings, submission

@@ -1,4 +1,4 @@
-"""Wait for the end of a task, and fetch what it left."""
+"""Routes that wait for the end of a task and return its result."""
 
 from typing import Annotated
 
@@ -39,7 +39,7 @@ async def wait_for_task(
 ) -> Response:
     """Wait for the end of a task. The answer comes as soon as it ends.
 
-    With the id of an array or a worker set it waits for the end of all its workers.
+    With the id of an array or a worker set, the request waits for the end of all its workers.
     """
     records, seconds = parts.records, min(query.timeout_seconds, parts.limits.wait_seconds)
     record = await records.find(call.identity, task_id)
@@ -61,10 +61,11 @@ async def wait_for_task(
     "not-found task-not-finished result-damaged",
 )
 async def get_result(call: Call, parts: Parts, task_id: str) -> Response:
-    """Fetch what a finished task left: its result or its error, and the end of its log.
+    """Fetch the outcome of a finished task: its result or its error, and the end of its log.
 
-    The results of an array are at `/arrays/{array_id}/items`; with its id this has the state and the error of
-    all of it. With the id of an array or a worker set of several workers, `log_tail` is empty.
+    With the id of an array, the answer has the state and the error of the whole array; the results of its
+    items are at `/arrays/{array_id}/items`. For an array or a worker set of several workers, `log_tail` is
+    empty.
     """
     records = parts.records
     record = await records.find(call.identity, task_id)
@@ -85,13 +86,13 @@ async def get_result(call: Call, parts: Parts, task_id: str) -> Response:
 
 
 async def _outcome_of_whole(parts: Parts, whole: Whole) -> Response:
-    """Return the outcome of an array or a set as a whole. Raises Problem task-not-finished while a worker is
-    left."""
+    """Return the outcome of an array or a worker set as a whole. Raises Problem task-not-finished while one
+    of its workers has not ended."""
     records, task = parts.records, whole.first.task
     standing = await standing_of(records.store, whole)
     if standing.left:
         raise Problem("task-not-finished", task=task.id, state=standing.state)
-    # The end of one log of several would pass for that of all.
+    # With several workers the end of one log would be mistaken for the end of all logs.
     stored = await records.store.result(task.id) if len(whole.workers) == 1 else None
     outcome = Outcome(
         id=task.id,

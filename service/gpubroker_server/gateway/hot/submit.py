@@ -1,4 +1,4 @@
-"""Submit one task, and wait for its end if the client prefers that."""
+"""The route that submits one task, and waits for its end if the client prefers that."""
 
 import re
 from typing import Annotated

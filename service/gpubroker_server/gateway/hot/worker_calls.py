@@ -1,4 +1,4 @@
-"""Call a method in a worker of a set."""
+"""The route that calls a method in a worker of a set."""
 
 import base64
 from typing import Annotated, Literal
@@ -65,9 +65,9 @@ async def call_worker(
     set_id: str,
     body: CallWorkers,
 ) -> Response:
-    """Call a method in one worker, and wait for what it returns. No call is stored.
+    """Call a method in one worker, and wait for its result. Calls are not stored.
 
-    A call is sent once, except to a worker that has refused it before it began.
+    A call is sent once, unless a worker refuses it before it has begun: another worker then gets it.
     """
     workers = parts.world.worker_sets.get(TaskId(set_id))
     if workers is None or workers.tenant != call.identity.tenant:
@@ -82,11 +82,12 @@ async def call_worker(
         call.identity.require(Scope.TASKS_CODE, "pickled arguments")
         form, arguments = "cloudpickle", body.pickled
     asked = WorkerCall(body.role, body.method, form, arguments)
-    run, got = await router.call(workers, asked, Seconds(body.timeout_seconds), body.routing)
-    # A CallResult, without a copy of a large result: the worker wrote the JSON, and base64 needs no escapes.
-    about = f'{{"worker":"{run.task}","attempt":{run.fence},"seconds":{got.seconds:.6f},'.encode()
+    run, called = await router.call(workers, asked, Seconds(body.timeout_seconds), body.routing)
+    # This is a CallResult. It is joined from bytes so that a large result is not encoded again: the worker
+    # wrote the JSON, and base64 needs no escapes.
+    about = f'{{"worker":"{run.task}","attempt":{run.fence},"seconds":{called.seconds:.6f},'.encode()
     if form == "json":
-        return json_answer(b"".join((about, b'"result":', got.result, b',"data_base64":null}')))
+        return json_answer(b"".join((about, b'"result":', called.result, b',"data_base64":null}')))
     return json_answer(
-        b"".join((about, b'"result":null,"data_base64":"', base64.b64encode(got.result), b'"}'))
+        b"".join((about, b'"result":null,"data_base64":"', base64.b64encode(called.result), b'"}'))
     )

@@ -1,4 +1,4 @@
-"""Queued inferences: submitted here, and tasks from then on."""
+"""Routes that submit queued inferences and return their outputs. A queued inference is a task."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -59,7 +59,7 @@ class TensorParameters(Body):
 
 
 class InputTensor(Body):
-    """A tensor as in Triton's protocol, with its values here, after the JSON, or in an object."""
+    """A tensor as in Triton's protocol. Its values are in `data`, after the JSON, or in an object."""
 
     name: Annotated[str, line(1000, 1)]
     datatype: Datatype
@@ -120,10 +120,11 @@ def request_of(
     objects: Mapping[str, bytes] = NO_OBJECTS,
     passed: Mapping[str, StoredObject] = NO_KEPT,
 ) -> InferenceRequest:
-    """Return the values as the model gets them. `binary_data` followed the JSON; `objects`: the named ones
-    that are copied, by id; `passed`: those that are read when the request is sent.
+    """Return the request that the model gets.
 
-    Raises one Problem with all faults.
+    `binary_data` is what followed the JSON. `objects` maps an id to the bytes of an object that is copied
+    into the request. `passed` maps an id to an object that is read when the request is sent. Raises one
+    Problem with all faults.
     """
     faults = [
         *_named_twice("inputs", [tensor.name for tensor in body.inputs]),
@@ -179,8 +180,8 @@ def _named_twice(field: str, names: list[str]) -> list[Fault]:
 
 
 def submission_of_inference(body: SubmitInference, tenant: str) -> Submission:
-    """Return what this body asks for, without the values of its inputs. It needs nothing of nodes or
-    devices: the model holds it."""
+    """Return the submission of a body, without the values of its inputs. It asks for no resources, because
+    the model holds the memory."""
     return Submission(
         tenant=tenant,
         spec=RunSpec(KIND, body.model, labels=body.labels, model_type=body.model_type),
@@ -199,15 +200,19 @@ def submission_of_inference(body: SubmitInference, tenant: str) -> Submission:
 resource = Resource("models")
 
 _INLINE_BYTES = 64 * 1024
-"""The values of larger requests are packed on a thread."""
+"""The size in bytes above which the values of a request are packed on a thread, and an object is not copied
+into the request."""
 
 
 class NamedObjects(Protocol):
+    """Access to the stored objects that inputs name."""
+
     async def named(self, tenant: str, named: Mapping[int, str]) -> Mapping[str, StoredObject]:
-        """Return the objects that inputs name, by id; `named` is by index of the input. Raises Problem."""
+        """Return the objects that inputs name, by id. `named` maps the index of an input to the id of its
+        object. Raises Problem if the tenant lacks one."""
 
     async def values_of(self, kept: Iterable[StoredObject]) -> Mapping[str, bytes]:
-        """Return the bytes of these objects, by id. Raises Problem."""
+        """Return the bytes of these objects, by id. Raises Problem if bytes are missing or damaged."""
 
 
 @resource.route(
@@ -243,8 +248,9 @@ async def submit_inference(
 ) -> Response:
     """Submit an inference that waits in the queue for its model.
 
-    It is a task: `/tasks/{id}` has its state, `/tasks/{id}/result` the model's answer. While it waits, its
-    model stays wanted. It may be sent to the model more than once; one answer counts.
+    An inference is a task: `/tasks/{id}` has its state, and `/tasks/{id}/result` the answer of the model.
+    While the inference waits, its model stays wanted. The request may be sent to the model more than once,
+    but only one answer is stored.
     """
     submissions, identity = parts.submissions, call.identity
 
@@ -276,8 +282,8 @@ async def submit_inference(
 
 
 def _usual_priority(call: BinaryCall, parts: Parts, body: SubmitInference) -> int | None:
-    """Return the priority that a request sent directly to the model would have, up to that of the token. None
-    if its model type names one."""
+    """Return the priority that a request sent directly to the model would have, but not more than the token
+    allows. Returns None if the model type of the inference has a default priority."""
     submissions, identity = parts.submissions, call.identity
     if submissions.defaults.named(body.model_type, "").priority is not None:
         return None
@@ -295,12 +301,15 @@ async def _with_values(
     named: Mapping[int, str],
     most: int,
 ) -> AdmittedTask:
-    """Return the admitted task with the values of its inputs, which may have `most` bytes. Raises Problem."""
-    found = await objects.named(call.identity.tenant, named) if named else NO_KEPT
-    copied = {id for at, id in named.items() if not _is_passed(body.inputs[at], found[id])}
-    passed = {id: row for id, row in found.items() if id not in copied}
+    """Return the admitted task with the values of its inputs. Raises Problem if the values have more than
+    `most` bytes, or if an object is missing."""
+    row_by_id = await objects.named(call.identity.tenant, named) if named else NO_KEPT
+    copied = {id for at, id in named.items() if not _is_passed(body.inputs[at], row_by_id[id])}
+    passed = {id: row for id, row in row_by_id.items() if id not in copied}
     values = (
-        await objects.values_of(found[id] for id in named.values() if id in copied) if copied else NO_OBJECTS
+        await objects.values_of(row_by_id[id] for id in named.values() if id in copied)
+        if copied
+        else NO_OBJECTS
     )
     binary_data = await call.binary_data()
     copied_bytes = len(await call.body()) + len(binary_data) + sum(map(len, values.values()))
@@ -316,14 +325,14 @@ async def _with_values(
 
 
 def _is_passed(given: InputTensor, kept: StoredObject) -> bool:
-    """Return True if the object is read when the request is sent; a small one is copied, and so is one whose
-    values have to be looked at, because they differ in length."""
+    """Return True if the object is read only when the request is sent. A small object is copied into the
+    request, and so is one of datatype BYTES, whose values must be checked because they differ in length."""
     return kept.size_bytes > _INLINE_BYTES and given.datatype != "BYTES"
 
 
 async def _want_model(parts: Parts, model: str, priority: int) -> None:
-    """Ask for the model's memory, if its server is in the ledger. Raises Problem for a model that no server
-    has, and for one that would fit nowhere. A server that does not answer now is asked again later."""
+    """Ask for the model to be loaded, if its server is in the ledger. Raises Problem if no server has the
+    model, or if the model fits nowhere. A server that does not answer now is asked again later."""
     reason = "it is in no repository"
     try:
         if parts.residencies is not None:
@@ -362,7 +371,7 @@ async def get_outputs(
 ) -> Response:
     """Wait for the end of a queued inference, and fetch its outputs as bytes.
 
-    `/tasks/{id}/result` has them as JSON."""
+    `/tasks/{id}/result` has the outputs as JSON."""
     records, seconds = parts.submissions.records, min(query.timeout_seconds, parts.limits.wait_seconds)
     record = await records.find(call.identity, task_id)
     if not isinstance(record.task.holder, Inference):
@@ -388,7 +397,7 @@ async def get_outputs(
 
 def _outputs(data: bytes) -> tuple[bytes, list[bytes]]:
     """Return the JSON that describes the outputs, and their bytes. Raises BadTensor."""
-    found = response_in(data)
+    response = response_in(data)
     described = [
         {
             "name": tensor.name,
@@ -396,8 +405,8 @@ def _outputs(data: bytes) -> tuple[bytes, list[bytes]]:
             "shape": tensor.shape,
             "parameters": {"binary_data_size": len(tensor.data)},
         }
-        for tensor in found.outputs
+        for tensor in response.outputs
     ]
-    head = {"model_name": found.model, "model_version": found.version, "id": found.id}
-    text = to_json({**head, "parameters": found.parameters, "outputs": described})
-    return text, [tensor.data for tensor in found.outputs]
+    head = {"model_name": response.model, "model_version": response.version, "id": response.id}
+    text = to_json({**head, "parameters": response.parameters, "outputs": described})
+    return text, [tensor.data for tensor in response.outputs]

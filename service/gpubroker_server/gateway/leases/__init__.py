@@ -1,1 +1,1 @@
-"""External leases: ask, renew, release."""
+"""Routes that ask for, renew and release external leases."""

@@ -1,4 +1,5 @@
-"""External leases, for memory that processes outside of the broker use: schema, task and answer."""
+"""Schema, submission and view of external leases, which are for memory that processes outside of the broker
+use."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -87,11 +88,12 @@ STATES = {
     Standing.QUARANTINED: tuple(state for state in TaskState if state.is_terminal),
     Standing.ENDED: tuple(state for state in TaskState if state.is_terminal),
 }
-"""A lease is a task in one of these states. The last two differ in whether it still has memory."""
+"""Standing of a lease -> the states that its task may have. A lease of an ended task is quarantined while it
+still holds memory."""
 
 
 def submission_of_lease(body: AskLease, tenant: str) -> Submission:
-    """Return what this body asks for: memory of GPUs, and nothing else of a node."""
+    """Return the submission of a body. It asks for GPU memory, and for no other resource of a node."""
     return Submission(
         tenant=tenant,
         spec=RunSpec(kind=EXTERNAL_KIND, labels=body.labels),
@@ -115,11 +117,11 @@ def submission_of_lease(body: AskLease, tenant: str) -> Submission:
 
 
 def check_node(body: AskLease, world: World, *, names_nodes: bool) -> None:
-    """Check that the node is known and that the process is on one node. Raises Problem. `names_nodes`: the
-    token may see the names of nodes."""
+    """Check that the node exists, and that the process can be on one node only. `names_nodes` says whether
+    the token may see the names of nodes. Raises Problem no-matching-device or validation-failed."""
     if body.node is not None and world.nodes and body.node not in world.nodes:
-        known = f"; nodes: {', '.join(sorted(world.nodes)[:5])}" if names_nodes else ""
-        detail = f'there is no node "{body.node}"{known}; name another node, or none'
+        nodes_text = f"; nodes: {', '.join(sorted(world.nodes)[:5])}" if names_nodes else ""
+        detail = f'there is no node "{body.node}"{nodes_text}; name another node, or none'
         fault = Fault(pointer="/node", detail=detail, code="no-matching-device")
         raise Problem("no-matching-device", detail, errors=[fault])
     if body.pid is None:
@@ -175,8 +177,8 @@ def lease_view(record: TaskRecord, live: Live) -> ShownLease:
 
 
 def states_of(wanted: Sequence[Standing]) -> tuple[tuple[TaskState, ...], bool | None]:
-    """Return the states of tasks to list; and, if one of the two ended standings is meant, whether it is the
-    quarantined one."""
+    """Return the states of the tasks to list. The second value says whether the ended ones among them must be
+    quarantined (True) or must not be (False); it is None if both or neither are wanted."""
     states = tuple(state for name in STATES if name in wanted for state in STATES[name])
     of_ended = {Standing.QUARANTINED, Standing.ENDED} & set(wanted)
     return tuple(dict.fromkeys(states)), Standing.QUARANTINED in of_ended if len(of_ended) == 1 else None

@@ -1,4 +1,4 @@
-"""External leases: request, list, wait, renew, release."""
+"""Routes that request, list, renew and release external leases, and wait for them."""
 
 from typing import Annotated, Any, Literal
 
@@ -80,8 +80,9 @@ async def ask_lease(
 ) -> Response:
     """Ask for an external lease: GPU memory that something outside of the broker will use.
 
-    It waits in the same queue as tasks, and may be asked to leave for a higher priority. Use the memory while
-    the lease is `held`, renew it before `deadline_at`, and release it when the memory is free again.
+    A lease waits in the queue of tasks, and its holder may be asked to leave for a higher priority. Use the
+    memory while the lease is `held`, renew the lease before `deadline_at`, and release it when the memory is
+    free again.
     """
     submissions, identity = parts.submissions, call.identity
 
@@ -113,7 +114,7 @@ async def list_leases(caller: Caller, parts: Parts, query: Annotated[LeaseQuery,
 
 @resource.route("GET /leases/{lease_id}", "leases_get", Scope.TASKS_READ, Lease, "not-found")
 async def get_lease(caller: Caller, parts: Parts, lease_id: str) -> Response:
-    """Read an external lease: what it holds, until when, and whether its holder is asked to leave."""
+    """Read an external lease: what it holds, its deadline, and whether its holder is asked to leave."""
     return _answer(parts, await _find_lease(caller, parts, lease_id))
 
 
@@ -131,7 +132,7 @@ async def wait_for_lease(
 ) -> Response:
     """Wait until an external lease is no longer in a state.
 
-    `pending`: until it is held; `held`: until its holder is asked to leave.
+    With `pending`, the answer comes when the lease is held; with `held`, when its holder is asked to leave.
     """
     records, seconds = parts.records, min(query.timeout_seconds, parts.limits.wait_seconds)
     with records.waiters.expect_for(caller.tenant, moves_of(lease_id)) as moved:
@@ -187,8 +188,8 @@ async def release_lease(caller: Caller, parts: Parts, lease_id: str) -> Response
 
 
 async def _find_lease(caller: Caller, parts: Parts, lease_id: str, action: str = "") -> TaskRecord:
-    """Return the lease. Raises Problem not-found, also for a task that is not a lease. `action`: is audited
-    if the lease is another tenant's."""
+    """Return the record of a lease. `action` is written to the audit log if the lease belongs to another
+    tenant. Raises Problem not-found, also for a task that is not a lease."""
     record = await parts.records.find(caller, lease_id, "lease")
     if not isinstance(record.task.holder, External):
         raise Problem("not-found", f'"{lease_id[:100]}" is a task; GET /leases lists your leases')

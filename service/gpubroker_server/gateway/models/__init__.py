@@ -1,1 +1,1 @@
-"""Models on Triton servers: list, load, unload, pin."""
+"""Routes that list, load, unload, pin and measure models on Triton servers."""

@@ -1,5 +1,5 @@
-"""Measurement of the memory that a model takes. The model is loaded, asked at its batch sizes while its GPU
-is measured, and unloaded. The leader learns the size as from any load."""
+"""The route that measures the memory that a model takes. The model is loaded, asked at its batch sizes while
+its GPU is measured, and unloaded. The leader learns the size from this load as from any other."""
 
 from collections.abc import Sequence
 from typing import Annotated, Final
@@ -28,11 +28,11 @@ from gpubroker_server.ports.models import HostRefused
 resource = Resource("models")
 
 _SAMPLES: Final = 2
-"""Samples of the GPU while the model is asked at one batch size. When the second one is known, the leader has
-counted the first."""
+"""The number of samples of the GPU that are awaited at each batch size. When the second sample has arrived,
+the leader has counted the first."""
 
 _PERIODS: Final = 15
-"""Number of periods without a sample after which the GPU counts as not measured."""
+"""The number of sample periods without a sample after which the GPU counts as not measured."""
 
 _REQUEST_SECONDS: Final = Seconds(300.0)
 
@@ -114,13 +114,13 @@ async def measure_model(
 
 
 async def _home(parts: ModelParts, name: str, server: str | None) -> ModelResidency:
-    """Return the server that has the model in its repository, or may have it because it does not answer.
-    Raises Problem."""
+    """Return the server that has the model in its repository, or that may have it because it does not answer.
+    Raises Problem if there is no such server, or more than one."""
     if server is not None:
         return parts.at(server)
-    known = {residency: await residency.repository() for residency in parts.residencies}
-    holders = [residency for residency in known if name in (known[residency] or ())]
-    holders = holders or [residency for residency in known if known[residency] is None]
+    repositories = {residency: await residency.repository() for residency in parts.residencies}
+    holders = [residency for residency in repositories if name in (repositories[residency] or ())]
+    holders = holders or [residency for residency in repositories if repositories[residency] is None]
     if len(holders) > 1:
         servers = [residency.rules.name for residency in holders]
         raise Problem("model-ambiguous", model=name[:100], servers=", ".join(servers), first=servers[0])
@@ -130,8 +130,9 @@ async def _home(parts: ModelParts, name: str, server: str | None) -> ModelReside
 
 
 async def _ledger(parts: ModelParts, residency: ModelResidency, name: str) -> DeviceLedger:
-    """Return the one GPU on which the model can be measured now. Raises Problem, UnknownModel."""
-    # A step of a loaded ensemble has its memory there.
+    """Return the ledger of the GPU on which the model can be measured now. Raises Problem or UnknownModel if
+    the model cannot be measured."""
+    # The ensemble holds the memory of its steps, so a step of a loaded ensemble is in memory, too.
     if (task := residency.of(name) or residency.ensemble_of(name)) is not None:
         raise Problem("model-in-use", model=task.name[:100], state=task.state.value, task=task.id)
     demand = (await residency.demand_of(name))[0]
@@ -155,8 +156,8 @@ async def _ledger(parts: ModelParts, residency: ModelResidency, name: str) -> De
 async def _ask(
     parts: ModelParts, residency: ModelResidency, task: Task, body: MeasureModel, device: DeviceKey
 ) -> Sequence[int]:
-    """Ask the model at each batch size until its GPU was measured meanwhile. Returns the sizes. Raises
-    Problem."""
+    """Send requests to the model at each batch size while its GPU is measured, and return the batch sizes.
+    Raises Problem not-measurable."""
     try:
         most_rows = await residency.host.most_rows(task.name, _REQUEST_SECONDS)
         sizes = body.batch_sizes or sorted({min(1, most_rows), most_rows})
@@ -171,7 +172,8 @@ async def _ask(
 async def _ask_while_measured(
     parts: ModelParts, residency: ModelResidency, model: str, rows: int, body: MeasureModel, device: DeviceKey
 ) -> None:
-    """Ask with so many rows until the GPU was measured twice. Raises HostRefused, Problem."""
+    """Send requests with `rows` rows until the GPU has been measured twice. Raises HostRefused if the model
+    does not answer, and Problem not-measurable if the GPU is not measured."""
     now, period_seconds = (
         parts.app.clock.now,
         parts.app.policy.sample_period_seconds,

@@ -1,4 +1,4 @@
-"""Models of all servers: where each is, and whether it is in memory."""
+"""The models of all servers: the server of each model, and whether the model is in memory."""
 
 from asyncio import gather
 from collections.abc import Mapping
@@ -35,13 +35,13 @@ _STATES_OUTSIDE: Mapping[ServerState, ModelState] = {
     ServerState.UNLOADING: "draining",
     ServerState.ABSENT: "cold",
 }
-"""States of models on a server without models in the ledger."""
+"""State in a server's own list -> the state that answers show, for servers outside the ledger."""
 
 _INDEX_SECONDS = Seconds(5.0)
-"""The longest time that a server may take to list its models."""
+"""How long a server may take to list its models."""
 
 _LOAD_SECONDS = Seconds(300.0)
-"""The time that a server outside the ledger gets to load or unload a model: it answers when that is done."""
+"""How long a server outside the ledger may take to load or unload a model. It answers when that is done."""
 
 KEPT_OUTSIDE = "its server is outside the ledger, so nothing takes its memory: it stays until it is unloaded"
 
@@ -61,15 +61,16 @@ class ModelParts(Struct, frozen=True):
         return self.app.residencies
 
     def at(self, server: str) -> ModelResidency:
-        """Return the models of one server. Raises Problem not-found."""
+        """Return the models of one server. Raises Problem not-found if no such server is in the ledger."""
         residency = self.residencies.at(server)
         if residency is None:
-            known = ", ".join(residency.rules.name for residency in self.residencies)
-            raise Problem("not-found", f'no server "{server[:100]}" is in the ledger; servers: {known}')
+            servers = ", ".join(residency.rules.name for residency in self.residencies)
+            raise Problem("not-found", f'no server "{server[:100]}" is in the ledger; servers: {servers}')
         return residency
 
     def holding(self, name: str, server: str | None) -> ModelResidency | None:
-        """Return where the model is in memory, or waits for it. Raises Problem if several servers have it."""
+        """Return the server on which the model is in memory or waits for memory; None if there is none.
+        Raises Problem model-ambiguous if there are several."""
         if server is not None:
             return self.at(server)
         holding = self.residencies.holding(name)
@@ -85,7 +86,9 @@ class ModelParts(Struct, frozen=True):
         return (self.residencies if server is None else self.at(server)).priority_of(name)
 
     async def want(self, name: str, server: str | None, priority: int) -> tuple[ModelResidency, Task]:
-        """Ask for the model, even if its last load has just failed. Raises Problem, UnknownModel."""
+        """Ask for a model to be loaded, even if its last load has just failed. Returns its server and the
+        task that holds its memory. Raises UnknownModel if there is no such model, and Problem if it cannot be
+        loaded."""
         self.residencies.try_again(name)
         if server is None:
             return await self.residencies.want(name, priority)
@@ -93,8 +96,8 @@ class ModelParts(Struct, frozen=True):
         return residency, await residency.want(name, priority)
 
     async def model(self, name: str, server: str | None) -> ServedModel:
-        """Return the model at the server that holds it, else at the first that has it in its repository.
-        Raises Problem not-found."""
+        """Return the view of a model at the server that holds it, otherwise at the first server that has it
+        in its repository. Raises Problem not-found if no server has it."""
         holding = self.holding(name, server)
         for residency in self.residencies if holding is None else [holding]:
             task, fault = residency.of(name), place_fault(self.app.world, residency.rules)
@@ -102,29 +105,33 @@ class ModelParts(Struct, frozen=True):
                 return _shown(residency.rules.name, name, task, fault)
             if (ensemble := residency.ensemble_of(name)) is not None:
                 return _step(residency.rules.name, name, ensemble)
-            known = await residency.repository()
-            if name in (known or ()) or name in residency.rules.models:
-                return _shown(residency.rules.name, name, None, fault or _reason(residency, known, name))
+            listed = await residency.repository()
+            if name in (listed or ()) or name in residency.rules.models:
+                return _shown(residency.rules.name, name, None, fault or _reason(residency, listed, name))
         raise no_such_model(name, "it is in no repository")
 
     async def outside_of(self, name: str, server: str | None) -> KnownServer | None:
-        """Return the server outside the ledger that is meant: the named one, or the one that has the model
-        where no server of the ledger has it. Raises Problem not-found, or model-ambiguous if several have
-        it."""
-        outside = [one for one in self.app.outside if server in (None, one.name)]
+        """Return the server outside the ledger to which a request about a model goes: the server that the
+        request names, or the server that has the model if no server in the ledger has it. Returns None if the
+        request is about a server in the ledger. Raises Problem not-found if no server has the model, and
+        Problem model-ambiguous if several have it."""
+        outside = [candidate for candidate in self.app.outside if server in (None, candidate.name)]
         if server is not None:
             return outside[0] if outside else None
         if not outside or (self.app.residencies is not None and await self._is_in_ledger(name)):
             return None
         rows = [
-            row for each in await gather(*map(models_outside, outside)) for row in each if row.name == name
+            row
+            for models in await gather(*map(models_outside, outside))
+            for row in models
+            if row.name == name
         ]
         names = [row.server for row in rows if row.state != "cold"] or [row.server for row in rows]
         if len(names) > 1:
             raise Problem("model-ambiguous", model=name[:100], servers=", ".join(names), first=names[0])
         if not names and self.app.residencies is None:
             raise no_such_model(name, "it is in no repository")
-        return next((one for one in outside if one.name in names), None)
+        return next((candidate for candidate in outside if candidate.name in names), None)
 
     async def _is_in_ledger(self, name: str) -> bool:
         try:
@@ -134,15 +141,17 @@ class ModelParts(Struct, frozen=True):
         return True
 
     async def model_outside(self, server: KnownServer, name: str) -> ServedModel:
-        """Return a model of a server outside the ledger. Raises Problem not-found."""
+        """Return the view of a model on a server outside the ledger. Raises Problem not-found if the server
+        does not list it."""
         for row in await models_outside(server):
             if row.name == name:
                 return row
         raise no_such_model(name, f"server {server.name} has none in its repository, or does not answer")
 
     async def models(self, residency: ModelResidency) -> list[ServedModel]:
-        known, held = await residency.repository(), {task.name: task for task in residency.holders()}
-        names = sorted({*(known or ()), *held, *residency.rules.models})
+        """Return the views of all models of a server in the ledger, by name."""
+        listed, held = await residency.repository(), {task.name: task for task in residency.holders()}
+        names = sorted({*(listed or ()), *held, *residency.rules.models})
         fault = place_fault(self.app.world, residency.rules)
         models: list[ServedModel] = []
         for name in names:
@@ -150,7 +159,7 @@ class ModelParts(Struct, frozen=True):
             if ensemble is not None:
                 models.append(_step(residency.rules.name, name, ensemble))
             else:
-                reason = fault or _reason(residency, known, name)
+                reason = fault or _reason(residency, listed, name)
                 models.append(_shown(residency.rules.name, name, held.get(name), reason))
         return models
 
@@ -159,16 +168,16 @@ Parts = Annotated[ModelParts, app_part(ModelParts)]
 
 
 async def models_outside(server: KnownServer) -> list[ServedModel]:
-    """Return the models of a server outside the ledger: none while the server does not answer."""
+    """Return the views of the models of a server outside the ledger; empty if the server does not answer."""
     with suppress(NotFetched):
-        known = await server.index(_INDEX_SECONDS) or {}
-        return [_outside(server.name, known[name]) for name in sorted(known)]
+        listed = await server.index(_INDEX_SECONDS) or {}
+        return [_outside(server.name, listed[name]) for name in sorted(listed)]
     return []
 
 
 async def change_outside(server: KnownServer, model: str, *, loads: bool) -> ServedModel:
-    """Have a server outside the ledger load or unload the model, and return the model as it is then. Raises
-    Problem."""
+    """Have a server outside the ledger load or unload a model, and return the view of the model afterwards.
+    Raises Problem if the server fails or refuses."""
     await server.change(model, loads=loads, within_seconds=_LOAD_SECONDS)
     state: ModelState = "resident" if loads else "cold"
     for row in await models_outside(server):
@@ -182,7 +191,7 @@ def no_such_model(name: str, why: str) -> Problem:
 
 
 def _reason(residency: ModelResidency, known: Mapping[str, IndexedModel] | None, name: str) -> str:
-    """Say why the model is in its state, in the server's words."""
+    """Return a text that says why the model is in its state, in the words of the server."""
     if known is None:
         return f"server {residency.rules.name} does not answer; its models stay leased until it does"
     return known[name].reason if name in known else ""
@@ -207,7 +216,8 @@ def _shown(server: str, name: str, task: Task | None, reason: str = "") -> Serve
 
 
 def _step(server: str, name: str, ensemble: Task) -> ServedModel:
-    """Return a model that is in memory because an ensemble is, whose task has the memory of both."""
+    """Return the view of a model that is in memory as a step of an ensemble. The task of the ensemble holds
+    the memory of both."""
     reason = f"it is a step of the ensemble {ensemble.name}, which holds its memory"
     return replace(_shown(server, name, ensemble, reason), gpu_mb=0)
 

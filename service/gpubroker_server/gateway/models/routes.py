@@ -1,4 +1,4 @@
-"""The routes of models: list, read, load, unload and pin."""
+"""Routes that list, read, load, unload and pin models."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -99,14 +99,14 @@ async def list_models(parts: Parts, query: Annotated[ModelsQuery, Query()]) -> R
     outside = parts.app.outside
     residencies = parts.app.residencies or ()
     lists = await asyncio.gather(*map(parts.models, residencies), *map(models_outside, outside))
-    found = [
+    selected = [
         model
         for model in chain(*lists)
         if query.server in (None, model.server) and (not query.state or model.state in query.state)
     ]
-    found.sort(key=lambda model: (_STATES.index(model.state), model.server, model.name))
+    selected.sort(key=lambda model: (_STATES.index(model.state), model.server, model.name))
     moment = parts.app.freshness.moment()
-    return answer(Overview(**moment, items=tuple(in_order(found, query.sort, _SORTED_BY))))
+    return answer(Overview(**moment, items=tuple(in_order(selected, query.sort, _SORTED_BY))))
 
 
 @resource.route(

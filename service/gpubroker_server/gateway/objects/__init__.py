@@ -1,1 +1,1 @@
-"""Objects: bytes that are uploaded once and named by id."""
+"""Objects, which are bytes that are uploaded once and named by id."""

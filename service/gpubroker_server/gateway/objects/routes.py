@@ -1,4 +1,4 @@
-"""Objects: upload bytes once, for tasks and inferences that name them."""
+"""Routes of objects, which are bytes that are uploaded once and that tasks and inferences name."""
 
 import asyncio
 import hashlib
@@ -39,16 +39,18 @@ from gpubroker_server.ports.store import (
 
 
 class ObjectStorage(Struct, frozen=True):
+    """Stores, reads and deletes the objects of tenants."""
+
     store: TaskStore
     blobs: BlobStore
     clock: Clock
     limits: ServiceLimits
     under_way: defaultdict[str, list[Upload]] = field(default_factory=lambda: defaultdict(list))
-    """Uploads to this gateway, by tenant."""
+    """Tenant -> its uploads to this gateway that are under way."""
 
     async def put(self, parts: AsyncIterator[bytes], size_hint: int, tenant: str) -> StoredObject:
-        """Store bytes, durably when this returns. `size_hint`: 0 if it is unknown. Raises Problem
-        objects-full."""
+        """Store bytes as an object, which is durable when this returns. `size_hint` is the announced number
+        of bytes, or 0 if it is unknown. Raises Problem objects-full."""
         now, quota = self.clock.now(), Quota(self.limits.tenant_object_bytes, self.limits.tenant_objects)
         counted = await self.store.counted_objects(tenant, now)
         given = StoredObject(tenant, "", size_hint, now, Instant(now + self.limits.object_seconds))
@@ -57,17 +59,18 @@ class ObjectStorage(Struct, frozen=True):
         try:
             async for part in parts:
                 given = replace(given, size_bytes=max(given.size_bytes, upload.size_bytes + len(part)))
-                # Without room nothing is written: a refused upload must not fill the disk. Its digest still
-                # counts.
+                # Without room nothing more is written, because a refused upload must not fill the disk. The
+                # digest is still computed, because an object that the tenant already has is accepted.
                 if not quota.has_room(counted, given, self._coming_bytes(tenant, upload)):
                     await upload.discard()
                 await upload.add(part)
             given = replace(given, digest=await upload.digest(), size_bytes=upload.size_bytes)
-            known = await self.store.stored_object(tenant, given.digest)
-            counted = await self.store.counted_objects(tenant, now)  # others have ended meanwhile
+            earlier = await self.store.stored_object(tenant, given.digest)
+            # Other uploads may have ended since the first count.
+            counted = await self.store.counted_objects(tenant, now)
             coming_bytes = self._coming_bytes(tenant, upload)
             has_room = upload.is_written and quota.has_room(counted, given, coming_bytes)
-            if known is None and not has_room:
+            if earlier is None and not has_room:
                 raise Problem("objects-full", quota.why_full(counted, given, coming_bytes))
             await upload.finish(tenant)
             kept = await self.store.keep_object(given, quota)
@@ -80,14 +83,15 @@ class ObjectStorage(Struct, frozen=True):
             await upload.discard()
 
     async def find(self, tenant: str, object_id: str) -> StoredObject:
-        """Return an object of this tenant. Raises Problem not-found, also for one of another tenant."""
+        """Return an object of the tenant. Raises Problem not-found if the tenant has no such object."""
         kept = await self._kept(tenant, object_id)
         if kept is None:
             raise Problem("not-found", self._unknown(object_id))
         return kept
 
     async def delete(self, kept: StoredObject) -> None:
-        """Delete an object, and its bytes unless others need them. What a crash leaves of them is swept."""
+        """Delete an object, and its bytes unless another row refers to them. Bytes that remain after a crash
+        are swept later."""
         if not await self.store.drop_object(kept.tenant, kept.digest):
             return
         with suppress(StoreUnavailable):
@@ -95,7 +99,8 @@ class ObjectStorage(Struct, frozen=True):
                 await self.blobs.delete(kept.digest)
 
     async def read(self, kept: StoredObject) -> bytes:
-        """Return all bytes, which counts as a use. Raises Problem result-damaged."""
+        """Return all bytes of an object, and record a use. Raises Problem result-damaged if they are missing
+        or damaged."""
         try:
             data = await self.blobs.get(kept.digest)
         except (BlobMissing, BlobCorrupt):
@@ -104,8 +109,9 @@ class ObjectStorage(Struct, frozen=True):
         return data
 
     async def stream(self, kept: StoredObject, span: Span) -> AsyncIterator[bytes]:
-        """Yield the bytes of a span, in parts. The whole is compared with the digest: its last part is held
-        back until then. Counts as a use. Raises Problem result-damaged."""
+        """Yield the bytes of a span in parts, and record a use. If the span is the whole object, its last
+        part is yielded only after the bytes have been compared with the digest. Raises Problem
+        result-damaged."""
         await self._note_use(kept)
         digest, offset = hashlib.sha256(), span.first_byte
         while offset < span.end_byte:
@@ -121,32 +127,36 @@ class ObjectStorage(Struct, frozen=True):
             yield part
 
     async def named(self, tenant: str, named: Mapping[int, str]) -> Mapping[str, StoredObject]:
-        """Return the objects that an inference names, by id; this counts as a use. `named`: index of the
-        input -> id.
+        """Return the objects that an inference names, by id, and record their use. `named` maps the index of
+        an input to the id of its object.
 
         Raises one Problem with all faults.
         """
-        found = {object_id: await self._kept(tenant, object_id) for object_id in sorted({*named.values()})}
+        looked_up = {
+            object_id: await self._kept(tenant, object_id) for object_id in sorted({*named.values()})
+        }
         faults = [
             Fault(pointer=f"/inputs/{index}/object", detail=self._unknown(object_id), code="unknown-object")
             for index, object_id in named.items()
-            if found[object_id] is None
+            if looked_up[object_id] is None
         ]
         if faults:
             raise invalid(*faults)
-        kept = {object_id: row for object_id, row in found.items() if row is not None}
+        kept = {object_id: row for object_id, row in looked_up.items() if row is not None}
         for row in kept.values():
             await self._note_use(row)
         return kept
 
     async def values_of(self, kept: Iterable[StoredObject]) -> Mapping[str, bytes]:
-        """Return the bytes of objects that an inference copies, by id. Raises Problem."""
+        """Return the bytes of objects that an inference copies, by id. Raises Problem if they are too large,
+        missing or damaged."""
         rows = list(kept)
         self._check_copied(sum(row.size_bytes for row in rows), "/inputs")
         return {digest: await self.read(row) for digest, row in {row.digest: row for row in rows}.items()}
 
     async def copied(self, tenant: str, object_id: str, pointer: str) -> bytes:
-        """Return the bytes of an object that a request copies; `pointer` points to its id. Raises Problem."""
+        """Return the bytes of an object that a request copies. `pointer` is the JSON pointer of its id in the
+        request. Raises Problem if the object is unknown or too large, or if its bytes are damaged."""
         kept = await self.find(tenant, object_id)
         self._check_copied(kept.size_bytes, pointer)
         return await self.read(kept)
@@ -162,14 +172,14 @@ class ObjectStorage(Struct, frozen=True):
 
     async def _kept(self, tenant: str, object_id: str) -> StoredObject | None:
         if not is_object_id(object_id):
-            return None  # the database would refuse a NUL
+            return None  # Other text may contain a NUL, which the database would refuse.
         return await self.store.find_object(tenant, object_id, self.clock.now())
 
     async def _note_use(self, kept: StoredObject) -> None:
         await self.store.note_use(kept, self.clock.now(), self.limits.object_seconds)
 
     def _coming_bytes(self, tenant: str, upload: Upload) -> int:
-        """Return the size of the tenant's other uploads to this gateway."""
+        """Return the total size of the tenant's other uploads to this gateway that are being written."""
         others = (other for other in self.under_way[tenant] if other is not upload)
         return sum(other.size_bytes for other in others if other.is_written)
 
@@ -187,7 +197,7 @@ class ObjectStorage(Struct, frozen=True):
 resource = Resource("objects")
 
 _SCOPES: Final = (Scope.MODELS_INFER, Scope.TASKS_WRITE)
-"""Objects are for inferences and for tasks: a token that may submit either may have some."""
+"""The scopes of which a token needs one: both inferences and tasks use objects."""
 
 _BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
@@ -212,7 +222,7 @@ RangeHeader = Annotated[
 async def upload_object(call: Call, storage: Storage) -> Response:
     """Upload bytes that inferences name as values of an input, and tasks as arguments.
 
-    The body is the bytes as they are, with any Content-Type, and is stored as it comes.
+    The body is the bytes of the object, with any Content-Type, and is stored as it arrives.
     Uploading the same bytes again extends the time for which the object is kept.
     """
     length = call.header(b"content-length") or ""
@@ -235,15 +245,16 @@ class ObjectQuery(PageQuery):
 
 @resource.route("GET /objects", "objects_list", _SCOPES, ObjectPage, "cursor-invalid")
 async def list_objects(caller: Caller, storage: Storage, query: Annotated[ObjectQuery, Query()]) -> Response:
-    """List your tenant's objects, by id if not sorted, and how many bytes count against its limit."""
+    """List your tenant's objects, by id unless `sort` is given, and how many bytes count against its
+    limit."""
     tenant = caller.tenant
     store, limits, now = storage.store, storage.limits, storage.clock.now()
     order, sorted_by = query.order, {} if query.sort == "id" else {"sort": query.sort}
     filters, length = {"objects of": tenant, **sorted_by}, len(order.sort.fields)
     paging = paging_of(query, limits.page_items, filters, length, is_object_id)
-    found = await store.stored_objects(tenant, now, order, after=paging.after, limit=paging.limit + 1)
-    page, next_cursor = paging.cut(found, order.sort.key)
-    # Counting reads all rows of the tenant: once for a list, not for each of its pages.
+    rows = await store.stored_objects(tenant, now, order, after=paging.after, limit=paging.limit + 1)
+    page, next_cursor = paging.cut(rows, order.sort.key)
+    # Counting reads all rows of the tenant, so it is done only for the first page of a list.
     counted_bytes = None if paging.after else (await store.counted_objects(tenant, now)).size_bytes
     return answer(
         ObjectPage(
@@ -277,7 +288,7 @@ async def get_object(caller: Caller, storage: Storage, object_id: str) -> Respon
 async def get_content(
     caller: Caller, storage: Storage, object_id: str, range: RangeHeader = None
 ) -> Response:
-    """Fetch the bytes of an object, or with `Range` a part of them."""
+    """Fetch the bytes of an object, or a part of them with `Range`."""
     kept = await storage.find(caller.tenant, object_id)
     asked = span_of(range, kept.size_bytes)
     headers = {"Accept-Ranges": "bytes", "ETag": f'"{kept.digest}"'}
@@ -286,7 +297,8 @@ async def get_content(
     span = asked or Span(0, kept.size_bytes)
     headers["Content-Length"] = str(span.size_bytes)
     flow = storage.stream(kept, span)
-    first = await anext(flow, b"")  # what is missing altogether is a problem, not an answer that breaks off
+    # The first part is read before the answer begins, so that missing bytes are answered with a problem.
+    first = await anext(flow, b"")
     status = 200 if asked is None else 206
     return StreamingResponse(_joined(first, flow), status, headers, "application/octet-stream")
 

@@ -1,4 +1,4 @@
-"""Bytes of objects on their way: uploads that are stored as they come, and parts of downloads."""
+"""Uploads of objects, which are stored as their bytes arrive, and the ranges of downloads."""
 
 import asyncio
 import hashlib
@@ -10,14 +10,15 @@ from gpubroker_server.http.problems import Problem
 from gpubroker_server.ports.store import BlobStore
 
 PART_BYTES: Final = 1024 * 1024
-"""Number of bytes that are written and read at once. A smaller object is never in parts."""
+"""The number of bytes that are written and read at once. A smaller object is written at once when it is
+complete."""
 _INLINE_BYTES: Final = 64 * 1024
-"""Size above which objects are hashed on a thread."""
+"""The size in bytes above which an object is hashed on a thread."""
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
 class Upload:
-    """One object that comes in parts of any size. Once it is discarded its digest alone is found out."""
+    """The upload of one object in parts of any size. After `discard`, only the digest is computed."""
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs: BlobStore | None = blobs
@@ -42,7 +43,7 @@ class Upload:
             await self._pass_on()
 
     async def digest(self) -> str:
-        """Nothing is added any more."""
+        """Return the digest of the object. Call it after the last part has been added."""
         if self._passed_bytes:
             await self._pass_on()
             return self._hash.hexdigest()
@@ -62,7 +63,7 @@ class Upload:
         self._blobs = None
 
     async def discard(self) -> None:
-        """Nothing of it stays unless it is finished."""
+        """Delete what has been written of the upload, unless it is finished."""
         blobs, self._blobs = self._blobs, None
         if blobs is not None and self._passed_bytes:
             await blobs.discard(self._name)
@@ -87,12 +88,12 @@ class Span(NamedTuple):
 
 
 def span_of(asked: str | None, size_bytes: int) -> Span | None:
-    """Return what a `Range` asks for; None: all. As RFC 9110 has it, one that cannot be read asks for all.
-    Raises Problem range-not-satisfiable."""
-    found = _RANGE.fullmatch(asked.strip()) if asked else None
-    if found is None or found.groups() == ("", ""):
+    """Return the span that a Range header asks for; None if it asks for all bytes. A header that cannot be
+    read asks for all bytes (RFC 9110). Raises Problem range-not-satisfiable."""
+    matched = _RANGE.fullmatch(asked.strip()) if asked else None
+    if matched is None or matched.groups() == ("", ""):
         return None
-    first, last = found.groups()
+    first, last = matched.groups()
     if not first:
         span = Span(max(0, size_bytes - int(last)), size_bytes)
     elif last and int(last) < int(first):

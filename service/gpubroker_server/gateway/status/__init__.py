@@ -1,1 +1,1 @@
-"""A task as answers show it: its row, its devices, why it waits, its result."""
+"""The views of a task in answers: its row, its devices, the reason why it waits, and its result."""

@@ -1,4 +1,4 @@
-"""The readers of logs at this gateway."""
+"""Tells the leader which logs are being read at this gateway."""
 
 import asyncio
 
@@ -9,14 +9,14 @@ from gpubroker_server.ports.run_logs import LogRows
 from gpubroker_server.ports.store import Clock, StoreUnavailable
 
 LOOK_SECONDS = 0.2
-"""Pause between two looks of a reader for what is new."""
+"""The shortest pause of a reader before it looks again for new parts of a log."""
 LOOKS_PER_SECOND = 200
-"""The looks of all readers together: with many readers, each looks less often."""
+"""The number of looks per second of all readers together. With many readers, each reader looks less often."""
 REPEAT_SECONDS = 1.0
 
 
 class LogReaders:
-    """The logs that this gateway's readers read now. A row tells them to the leader."""
+    """The logs that are being read at this gateway. A row in the store names them to the leader."""
 
     def __init__(self, gateway: str, store: LogRows, clock: Clock) -> None:
         self._gateway = gateway
@@ -25,10 +25,11 @@ class LogReaders:
         self._since: dict[LogName, Instant] = {}
         self._looked_at: dict[LogName, Instant] = {}
         self._told = False
-        """True if the row names any log."""
+        """True if the row in the store names any log."""
 
     async def look(self, log: LogName, since: Instant) -> None:
-        """A reader that came then looks for more; to be repeated while it reads. Raises StoreUnavailable."""
+        """Note that a reader, which began at `since`, looks for more of a log. Call it at each look. Raises
+        StoreUnavailable."""
         is_new = self._since.get(log, Instant(0.0)) < since
         self._looked_at[log] = self._clock.now()
         if is_new:
@@ -39,7 +40,7 @@ class LogReaders:
         return max(LOOK_SECONDS, len(self._since) / LOOKS_PER_SECOND)
 
     async def keep(self) -> None:
-        """Tell the leader again and again which logs are read, until cancelled."""
+        """Tell the leader every `REPEAT_SECONDS` which logs are read, until cancelled."""
         while True:
             await asyncio.sleep(REPEAT_SECONDS)
             if self._since or self._told:
@@ -49,8 +50,8 @@ class LogReaders:
                     continue
 
     async def tell(self) -> None:
-        """Tell the leader which logs are read, without those whose readers are gone or do not take what they
-        get. Raises StoreUnavailable."""
+        """Tell the leader which logs are read. Logs at which no reader has looked lately are dropped first.
+        Raises StoreUnavailable."""
         now = self._clock.now()
         for log in [log for log, looked_at in self._looked_at.items() if looked_at < now - FOLLOWED_SECONDS]:
             del self._looked_at[log], self._since[log]

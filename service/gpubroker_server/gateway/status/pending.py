@@ -1,5 +1,5 @@
-"""Reasons for which tasks wait, for answers that show them in passing. They are cached for a second per kind
-of demand."""
+"""The reasons why tasks wait, for answers that show them beside other fields. Reasons are cached for a second
+and shared by equal tasks."""
 
 from gpubroker.wire.tasks import Pending
 from msgspec.structs import replace
@@ -21,7 +21,8 @@ from gpubroker_server.gateway.status.task_view import expected_view
 from gpubroker_server.http.waiters import Leadership
 
 CACHED_SECONDS = Seconds(1.0)
-"""Explaining a task takes tens of milliseconds with a thousand devices, and clients poll many equal tasks."""
+"""How long a reason is cached. Explaining a task takes tens of milliseconds with a thousand devices, and
+clients poll many equal tasks."""
 
 MAX_CACHED = 4096
 
@@ -32,7 +33,7 @@ NOT_YET_SEEN = Pending(
     inherits=None,
     start=None,
 )
-"""The state of a waiting task that the World does not have yet."""
+"""The reason of a waiting task that the World does not have yet."""
 
 _NO_LEADER = (
     "there is no leader: no broker is running, or none reaches the database, and nothing starts or stops "
@@ -41,12 +42,13 @@ _NO_LEADER = (
 _CANCEL_IS_STORED = "; its cancel request is stored, and the next leader carries it out first"
 
 _Equal = tuple[str, int, tuple[bool, QueuePause | None], Demand, str, Seconds | None, Seconds | None]
-"""(tenant, priority, whether it is held or paused, demand, and what its run time is estimated by): tasks with
-the same reason."""
+"""The properties on which the reason of a task depends: the tenant, the priority, whether the task is held
+and the pause of its queue, the demand, and the subject, expected seconds and time limit that estimate its run
+time."""
 
 
 def no_leader(world: World, leadership: Leadership, task: Task) -> Blocker | None:
-    """Return what every waiting task waits for while there is no leader; None while there is one."""
+    """Return the blocker of every waiting task while there is no leader; None while there is one."""
     if leadership.leader() is not None:
         return None
     requests = (request for request in world.requests.values() if request.task == task.id)
@@ -55,6 +57,8 @@ def no_leader(world: World, leadership: Leadership, task: Task) -> Blocker | Non
 
 
 class PendingReasons:
+    """Explains why tasks wait, with a cache."""
+
     def __init__(self, world: World, policy: Policy, leadership: Leadership) -> None:
         self._world = world
         self.policy = policy
@@ -63,7 +67,7 @@ class PendingReasons:
         self._shares: tuple[Instant, FairShares] | None = None
 
     def of(self, task: Task, now: Instant) -> Pending | None:
-        """Return the state of a waiting task; None if the World does not have the task as a waiting one."""
+        """Return the reason why a task waits; None if the task is not waiting in the World."""
         row = self._world.tasks.get(task.id)
         view = None if row is None or row.state is not TaskState.PENDING else self._view(row, now)
         if view is None:
@@ -78,8 +82,8 @@ class PendingReasons:
         return view if start is None else replace(view, start=expected_view(start, now))
 
     def notice(self, task: Task) -> str:
-        """Return the notice for a task that runs on a silent node that is held back, or waits while there is
-        one. Returns an empty text otherwise."""
+        """Return a notice about silent nodes that the leader does not give up; empty if there are none, or if
+        they do not concern the task. They concern it if it runs on one of them, or waits."""
         if task.is_terminal or (paused := self._leadership.paused()) is None:
             return ""
         concerns = task.state is TaskState.PENDING or bool(nodes_of(task) & set(paused.nodes))
@@ -102,26 +106,29 @@ class PendingReasons:
         return self._shares[1]
 
     def _explained(self, row: Task, equal: _Equal, now: Instant) -> Pending | None:
-        found = explain(self._world, row.id, self.policy, now, self._leadership.forecasts())
-        if found.reason is None:
+        explanation = explain(self._world, row.id, self.policy, now, self._leadership.forecasts())
+        if explanation.reason is None:
             return None
-        view = Pending(found.reason, found.message, found.position, found.inherits, None)
-        if found.reason is not Reason.PENDING_EVALUATION and not self._is_special(row):
+        view = Pending(
+            explanation.reason, explanation.message, explanation.position, explanation.inherits, None
+        )
+        if explanation.reason is not Reason.PENDING_EVALUATION and not self._is_special(row):
             if len(self._cache) >= MAX_CACHED:
                 self._cache.clear()
             self._cache[equal] = (now, view)
         return view
 
     def _is_special(self, row: Task) -> bool:
-        """Return True if the task waits for its own time, for its own dependencies, or for room that is kept
-        for it alone."""
+        """Return True if the reason of the task is not that of equal tasks: it waits for its start time, for
+        dependencies, or for room that is reserved for it."""
         forecasts = self._leadership.forecasts()
         has_room = row.id in self._world.pledges or any(row.id == forecast.task for forecast in forecasts)
         return row.awaits or row.not_before is not None or has_room
 
 
 def _without_leader(view: Pending, blocker: Blocker) -> Pending:
-    """A more structural reason still comes first. Without a leader no start can be forecast."""
+    """Return the view with the missing leader as its reason, or added to a reason of a higher tier. It has no
+    expected start, because only a leader forecasts one."""
     reason = min(Reason(view.reason), blocker.reason, key=lambda reason: reason.tier)
     message = blocker.message
     if reason is not blocker.reason:

@@ -1,4 +1,4 @@
-"""Memory in quarantine, as the API answers it: its holder, and which proofs end its quarantine."""
+"""The view of memory in quarantine: its holder, and which proofs end the quarantine."""
 
 from gpubroker.wire.answered import Time
 from gpubroker.wire.quarantine import Awaited, QuarantinedDevice
@@ -10,7 +10,8 @@ from gpubroker_server.core.world.world import World
 
 
 def quarantined_view(world: World, run: Quarantined, *, named: bool = True) -> ShownQuarantined:
-    """Return memory in quarantine; without the holder's names for tokens that may not see its tenant."""
+    """Return the view of memory in quarantine. `named` is False for a token that may not see the holder's
+    tenant: the id and the name of the holder are then left out."""
     task = world.tasks.get(TaskId(run.holder))
     holdings = [world.ledgers[lease.device].holdings[lease.key] for lease in run.leases]
     devices = [(world.ledgers[held.lease.device].device, held) for held in holdings]

@@ -1,4 +1,4 @@
-"""Tasks as their rows and the World know them, for the token that asks, with their results."""
+"""Reads tasks and their results for the holder of a token, from rows and from the World."""
 
 import asyncio
 import base64
@@ -75,8 +75,8 @@ class TaskRecords(Struct, frozen=True):
     page_items: int
 
     async def find(self, identity: Identity, task_id: str, noun: str = "task") -> TaskRecord:
-        """Return the record. Raises Problem not-found, also for a task that the token may not see, so that
-        ids cannot be probed."""
+        """Return the record of a task. Raises Problem not-found if there is no such task, or if the token may
+        not see it, so that ids cannot be probed."""
         record = await self.store.record(TaskId(task_id)) if is_task_id(task_id) else None
         if record is None or not identity.may_see(record.task.tenant):
             raise Problem("not-found", f'there is no {noun} "{task_id[:100]}"; GET /{noun}s lists yours')
@@ -84,9 +84,9 @@ class TaskRecords(Struct, frozen=True):
         return record
 
     async def find_to_change(self, identity: Identity, task_id: str, action: str) -> TaskRecord:
-        """Return the record of a task that the action will change. The action is audited if the task is
-        another tenant's. Raises Problem not-found like `find`, and forbidden for the holder of a model
-        server's memory."""
+        """Return the record of a task that is to be changed. `action` is written to the audit log if the task
+        belongs to another tenant. Raises Problem not-found as `find` does, and Problem forbidden for a task
+        that holds the memory of a model or of a model server."""
         record = await self.find(identity, task_id)
         if record.task.tenant != identity.tenant:
             about = {"tenant": record.task.tenant, "action": action, "subject": record.task.id}
@@ -107,12 +107,13 @@ class TaskRecords(Struct, frozen=True):
         )
 
     async def reread(self, record: TaskRecord) -> TaskRecord:
+        """Return the present record of a task, or `record` if the task has been removed."""
         record = await self.store.record(record.task.id) or record
         await self._catch_up_with(record.task)
         return record
 
     async def at_its_end(self, record: TaskRecord, seconds: float) -> TaskRecord:
-        """The record once the task has ended, or as it is when the time is over. Raises Problem
+        """Wait until the task has ended, for at most `seconds`, and return its record. Raises Problem
         tenant-waits."""
         task = record.task
         if task.is_terminal or seconds <= 0:
@@ -120,7 +121,8 @@ class TaskRecords(Struct, frozen=True):
         with self.waiters.expect_for(task.tenant, task.id) as end:
             row = self.follower.world.tasks.get(task.id)
             if row is None or row.is_terminal:
-                record = await self.reread(record)  # it has just ended, or the World does not have it yet
+                # The task has just ended, or the World does not have it yet.
+                record = await self.reread(record)
             if not record.task.is_terminal:
                 await end.within(Seconds(seconds))
                 record = await self.reread(record)
@@ -129,7 +131,7 @@ class TaskRecords(Struct, frozen=True):
     async def finished(
         self, record: TaskRecord, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> Response:
-        """The answer about a task that has ended, with its result."""
+        """Return the answer about a task that has ended, with its result."""
         view = await self.view(record)
         stored = await self.store.result(record.task.id)
         return answer(view, status, headers, member=await result_member(self.blobs, stored))
@@ -137,8 +139,9 @@ class TaskRecords(Struct, frozen=True):
     async def page(
         self, identity: Identity, query: PageQuery, view: Callable[[TaskRecord, Live], Any], **filters: Any
     ) -> Response:
-        """Tasks: the tenant's, if `filters`, which are fields of TaskFilter, name none. Raises Problem
-        cursor-invalid for the cursor of another filter or order."""
+        """Return the answer with one page of tasks. `filters` are fields of TaskFilter; without `tenant` the
+        tasks of the token's tenant are listed. Raises Problem cursor-invalid for the cursor of another filter
+        or order."""
         filters = {"tenant": identity.tenant, **filters}
         wanted = TaskFilter(**filters)
         paging = paging_of(query, self.page_items, filters, len(wanted.sort.fields))
@@ -150,8 +153,9 @@ class TaskRecords(Struct, frozen=True):
         return answer(Page(items, cursor, cursor is not None))
 
     async def in_turn(self, limit: int, view: Callable[[TaskRecord, Live], Any], **filters: Any) -> Response:
-        """One page: what runs, what waits in the order of the queue and then outside of
-        it (held, not due, after others), what ended last. `filters` are fields of TaskFilter."""
+        """Return the answer with one page of tasks by turn: first the tasks that run, then the waiting tasks
+        in the order of the queue, then the waiting tasks outside of the queue (held, not due, or with
+        dependencies), then the tasks that ended last. `filters` are fields of TaskFilter."""
         limit = min(limit, self.page_items)
         states = filters.pop("states") or tuple(TaskState)
         wanted = TaskFilter(**filters, limit=limit + 1)
@@ -168,7 +172,8 @@ class TaskRecords(Struct, frozen=True):
         return answer(Page(items, None, len(records) > limit))
 
     async def _waiting(self, wanted: TaskFilter, is_filtered: bool) -> list[TaskRecord]:
-        """Yield the tasks that the planner may start, in its order, then the others."""
+        """Return the records of the tasks that the planner may start, in its order, then of other waiting
+        tasks."""
         world, now = self.follower.world, self.follower.clock.now()
         if is_filtered:
             matching = frozenset(await self.store.selected(replace(wanted, limit=_ALL)))
@@ -176,11 +181,11 @@ class TaskRecords(Struct, frozen=True):
         else:
             is_listed = partial(_is_no_model, world)
         queue = world.queue.of_tenant(wanted.tenant, now, self.pending.policy)
-        found = list(islice(filter(is_listed, queue), wanted.limit))
-        known = await asyncio.gather(*map(self.store.record, found))
-        records = [record for record in known if record and record.task.state is TaskState.PENDING]
+        queued = list(islice(filter(is_listed, queue), wanted.limit))
+        rows = await asyncio.gather(*map(self.store.record, queued))
+        records = [record for record in rows if record and record.task.state is TaskState.PENDING]
         if len(records) < wanted.limit:
-            seen = set(found)
+            seen = set(queued)
             records += [record for record in await self.store.records(wanted) if record.task.id not in seen]
         return records
 
@@ -207,8 +212,8 @@ class TaskRecords(Struct, frozen=True):
         return shown
 
     def live(self, task: Task, *, explained: bool = True) -> Live:
-        """Return what the World adds to a row. Explaining why it waits costs most, and lists leave that
-        out."""
+        """Return the facts about a task that its row does not have. `explained` says whether they include why
+        the task waits, which costs most and is left out of lists."""
         world = self.follower.world
         leases = world.leases.get((task.id, task.fence), {})
         waits = explained and task.state is TaskState.PENDING
@@ -231,14 +236,15 @@ class TaskRecords(Struct, frozen=True):
         return None if remaining is None else expected_view(remaining, now)
 
     async def _catch_up_with(self, row: Task) -> None:
-        """An answer has the task from its row and its devices from the World, which may be behind."""
-        known = self.follower.world.tasks.get(row.id)
-        if row.is_active and (known is None or known.version < row.version):
+        """Wait for the World if it lags behind the row of an active task, because an answer takes the devices
+        of the task from the World."""
+        seen = self.follower.world.tasks.get(row.id)
+        if row.is_active and (seen is None or seen.version < row.version):
             await self.freshness.catch_up()
 
 
 def order_of(sort: str) -> dict[str, Any]:
-    """The fields of TaskFilter for `submitted`, `-priority` and so on."""
+    """Return the fields of TaskFilter for a value of `sort`, such as `submitted` or `-priority`."""
     word, descending = direction_of(sort)
     return {"sort": TaskSort[word.upper()], "descending": descending}
 
@@ -246,12 +252,14 @@ def order_of(sort: str) -> dict[str, Any]:
 NO_RESULT = b'"result":null'
 
 _INLINE_BYTES = 64 * 1024
-"""Size above which results are prepared on a thread, so that other requests go on."""
+"""The size in bytes above which a result is prepared on a thread, so that other requests go on."""
 _BASE64_STEP = 3 * 2**18
+"""The number of bytes that are encoded at once."""
 
 
 async def result_member(blobs: BlobStore, stored: StoredResult | None) -> bytes:
-    """`"result":...` or `"data_base64":"..."`, whichever the bytes are. Raises Problem result-damaged."""
+    """Return the member of an answer that holds the result: `"result":...` for JSON, `"data_base64":"..."`
+    for other bytes. Raises Problem result-damaged if the bytes are missing or damaged."""
     data = None if stored is None else await bytes_of(blobs, stored)
     if stored is None or data is None:
         return NO_RESULT
@@ -261,7 +269,7 @@ async def result_member(blobs: BlobStore, stored: StoredResult | None) -> bytes:
 
 
 def shown_format(form: str) -> str:
-    """The answer of a model is shown as JSON."""
+    """Return the name of a result's format in answers. The answer of a model is shown as JSON."""
     return "json" if form == TENSORS else form
 
 
@@ -274,7 +282,7 @@ def _member(data: bytes, form: str) -> bytes:
 
 
 def _inference_json(data: bytes) -> bytes | None:
-    """A model's answer as Triton's protocol writes it in JSON. None if the bytes are not an answer."""
+    """Return a model's answer as JSON of Triton's protocol; None if the bytes are not a model's answer."""
     try:
         answer = response_in(data)
         outputs = [(tensor, values_in_steps(tensor)) for tensor in answer.outputs]
@@ -293,14 +301,15 @@ def _inference_json(data: bytes) -> bytes | None:
 
 
 def _listed(steps: Iterable[list[Any]]) -> Iterator[bytes]:
-    """Encode a list in steps, between which other threads run."""
+    """Yield the JSON of a list in steps, between which other threads can run."""
     for index, values in enumerate(steps):
         yield b"," if index else b""
         yield json.dumps(values, separators=(",", ":")).encode()[1:-1]
 
 
 def is_json(data: bytes) -> bool:
-    """A process that runs user code wrote it. What only claims to be JSON is passed on as bytes."""
+    """Return True if the bytes are JSON. This is checked because a process that runs users' code wrote
+    them."""
     try:
         _CHECK.decode(data.decode())
     except (ValueError, RecursionError):
@@ -309,10 +318,11 @@ def is_json(data: bytes) -> bool:
 
 
 def _let_others_run(_found: object) -> None:
-    """Let other threads run. The parser calls this for each number and object: without a call into Python it
-    lets no other thread run.
+    """Let other threads run. The parser calls this function for each number and object, because it releases
+    no lock unless it calls Python code.
 
-    With 60 MB of numbers or objects the event loop is then held up for 30 ms instead of 300 to 600 ms.
+    While 60 MB of numbers or objects are parsed, the event loop then waits for 30 ms instead of 300 to 600
+    ms.
     """
 
 
@@ -329,12 +339,14 @@ _CHECK = json.JSONDecoder(
 
 
 def _base64(data: bytes) -> bytes:
-    """Encode bytes in steps, for the same reason."""
+    """Return the base64 of bytes. They are encoded in steps, between which other threads can run."""
     starts = range(0, len(data), _BASE64_STEP)
     return b"".join(base64.b64encode(data[start : start + _BASE64_STEP]) for start in starts)
 
 
 async def bytes_of(blobs: BlobStore, stored: StoredResult) -> bytes | None:
+    """Return the bytes of a result, or None if it has none. Raises Problem result-damaged if the bytes are
+    missing or damaged."""
     if stored.digest is None:
         return stored.data
     try:

@@ -1,4 +1,4 @@
-"""Answers about a task, from its row and from what the World knows of it. Pure."""
+"""Pure functions that make the view of a task from its row and from facts of the World."""
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -47,7 +47,7 @@ from gpubroker_server.ports.store import TaskRecord
 
 
 class Live(Struct, frozen=True):
-    """Facts about a task beside its row."""
+    """Facts about a task that its row does not have."""
 
     leases: list[Lease]
     uuids: Mapping[str, str]
@@ -118,7 +118,8 @@ _SAME_IN_TASK = tuple(
     name for name in Shown.__struct_fields__ if name in Task.__struct_fields__ and name not in _TRANSFORMED
 )
 _SAME_IN_SPEC = tuple(name for name in Shown.__struct_fields__ if name in RunSpec.__struct_fields__)
-"""The fields that are shown as the task or its run has them. A new one needs no line here."""
+"""The fields that answers take over unchanged from the specification; `_SAME_IN_TASK` lists those of the
+task. A field is included if both types have its name."""
 _same_of_task, _same_of_spec = attrgetter(*_SAME_IN_TASK), attrgetter(*_SAME_IN_SPEC)
 _NO_TIMES = dict.fromkeys(_TIMES)
 _SHOWN_STATES = {state: ShownState(state) for state in TaskState}
@@ -137,7 +138,8 @@ def _values_of(causes: tuple[RetryOn, ...]) -> tuple[RetryCause, ...]:
 
 @lru_cache(4096)
 def _resources(demand: Demand, roles: tuple[str, ...]) -> TaskResources:
-    """Return one object for all tasks of equal demands: many tasks have few, and most answers show one."""
+    """Return the resources of a demand. The result is cached, because many tasks have few different
+    demands."""
     return TaskResources(**_amounts(demand), **_wishes(demand), roles=roles)
 
 
@@ -150,7 +152,7 @@ def demand_view(demand: Demand) -> ShownDemand:
 
 
 def _amounts(demand: Demand) -> dict[str, Any]:
-    """Return the fields of Amounts."""
+    """Return the amounts of a demand, and the kinds and nodes that it may use, by field."""
     return {
         "gpus": demand.gpus,
         "gpu_mb": demand.gpu_mb,
@@ -165,7 +167,7 @@ def _amounts(demand: Demand) -> dict[str, Any]:
 
 
 def _wishes(demand: Demand) -> dict[str, Any]:
-    """Return the fields that a demand has beside its amounts."""
+    """Return the remaining fields of a demand: preferences, lower limits, pool and ranks."""
     where, is_gang = demand.where, bool(demand.bundles)
     ranks = [(bundle, len(list(equal))) for bundle, equal in groupby(demand.bundles)]
     return {
@@ -195,7 +197,7 @@ def expected_view(expected: Remaining | ExpectedStart, now: Instant) -> Expected
 
 
 def forecasts_views(world: World) -> tuple[ForecastsKept, ...]:
-    """Return how accurate forecasts were, for each basis that they have had."""
+    """Return how accurate past forecasts were, for each basis of forecasts."""
     return tuple(
         ForecastsKept(
             accuracy.basis, accuracy.n, round(accuracy.median_error_seconds, 3), round(accuracy.within_p90, 3)
@@ -205,7 +207,7 @@ def forecasts_views(world: World) -> tuple[ForecastsKept, ...]:
 
 
 def priority_now(world: World, lease: Lease) -> int:
-    """Return the present priority of the holder. The lease keeps the one of its admission."""
+    """Return the present priority of a lease's holder. The lease itself has the priority of its admission."""
     holder = world.holder(lease.holder, lease.fence)
     return lease.priority if holder is None else holder.priority
 
@@ -224,7 +226,7 @@ def device_shares(leases: Iterable[Lease], live: Live) -> tuple[TaskDevice, ...]
 
 
 def failure_of(failure: Mapping[str, Any] | None) -> Failure | None:
-    """Return why a run failed, from what its row has."""
+    """Return why a run failed, from the failure in its row."""
     if failure is None:
         return None
     return Failure(*(str(failure.get(name, "")) for name in ("kind", "message", "traceback")))

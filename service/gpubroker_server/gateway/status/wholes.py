@@ -1,4 +1,5 @@
-"""Arrays and worker sets under the routes of tasks. Their id, that of their first worker, means all of it."""
+"""Arrays and worker sets in the routes of tasks. The id of an array or a worker set is the id of its first
+worker, and stands for all of its workers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from gpubroker_server.http.problems import Fault
 from gpubroker_server.ports.store import TaskRecord, TaskStore
 
 _MOST_LISTED = 5
-"""Workers that a refusal names; the others are counted."""
+"""The largest number of workers that a refusal names; further workers are only counted."""
 
 
 HAS_PROCESS = (TaskState.RUNNING, TaskState.STOPPING)
@@ -49,10 +50,10 @@ class Whole(Struct, frozen=True):
     """An array or a worker set."""
 
     first: TaskRecord
-    """The first worker, whose id the whole has."""
+    """The first worker, whose id is also the id of the whole."""
     workers: tuple[TaskId, ...]
     terms: ArrayTerms | None = None
-    """The terms of an array; None for anything else."""
+    """The terms of an array; None for a worker set."""
 
     @property
     def is_array(self) -> bool:
@@ -60,11 +61,11 @@ class Whole(Struct, frozen=True):
 
 
 class WholeState(Struct, frozen=True):
-    """The state of a whole."""
+    """The state of an array or a worker set."""
 
     state: TaskState
     workers: Mapping[TaskId, TaskState]
-    """The state of each worker that has a row, in the order of the whole."""
+    """Worker -> its state, in the order of the whole, for the workers that have a row."""
     left: tuple[TaskId, ...]
     """The workers that have not ended."""
     failed_items: int = 0
@@ -72,22 +73,23 @@ class WholeState(Struct, frozen=True):
 
 
 async def whole_of(store: TaskStore, record: TaskRecord) -> Whole | None:
-    """Return the array or the worker set that has this task's id; None if the task is no first worker."""
+    """Return the array or the worker set whose first worker the task is; None for any other task."""
     task, seat = record.task, record.spec.seat
     if task.holder != WorkerSeat(task.id) and (seat is None or seat.id != task.id):
         return None
     text = await store.batch_answer(task.id)
-    kept = json.loads(text) if text else {}
-    if "numbers" in kept:
-        terms = array_terms_from(kept)
+    stored = json.loads(text) if text else {}
+    if "numbers" in stored:
+        terms = array_terms_from(stored)
         return Whole(record, terms.workers, terms)
-    if "worker_set" in kept:
-        return Whole(record, worker_set_from(kept["worker_set"]).workers)
+    if "worker_set" in stored:
+        return Whole(record, worker_set_from(stored["worker_set"]).workers)
     return None
 
 
 async def standing_of(store: TaskStore, whole: Whole) -> WholeState:
-    # The workers first: the last results are stored before a worker ends.
+    """Return the present state of an array or a worker set."""
+    # The workers are read before the results, because a worker stores its last results before it ends.
     rows = await store.states(whole.workers)
     states = {worker: rows[worker].state for worker in whole.workers if worker in rows}
     left = tuple(worker for worker, state in states.items() if not state.is_terminal)
@@ -96,12 +98,14 @@ async def standing_of(store: TaskStore, whole: Whole) -> WholeState:
     counts = await store.item_counts(whole.terms.id)
     state = state_of_array(whole.terms, counts.done, counts.failed, states.values())
     if left and state.is_terminal:
-        state = ArrayState.RUNNING  # its workers are about to end
+        state = ArrayState.RUNNING  # All items are done, but workers have yet to end.
     return WholeState(TaskState(state), states, left, counts.failed, whole.terms.total - counts.done)
 
 
 def _state_of_set(workers: Mapping[TaskId, TaskState]) -> TaskState:
-    """A set runs while one of its workers does, and waits while none does; it ends by being cancelled."""
+    """Return the state of a worker set. It is RUNNING if a worker has started, and PENDING if all that have
+    not ended wait. A set that has ended has the state of its cancelled, failed or expired workers, in this
+    order."""
     left = [state for state in workers.values() if not state.is_terminal]
     if not left:
         ends = (TaskState.CANCELLED, TaskState.FAILED, TaskState.EXPIRED)
@@ -110,8 +114,8 @@ def _state_of_set(workers: Mapping[TaskId, TaskState]) -> TaskState:
 
 
 async def at_its_end(records: TaskRecords, whole: Whole, seconds: float) -> WholeState:
-    """Return how it stands once all its workers have ended, or when the time is over. Raises Problem
-    tenant-waits."""
+    """Wait until all workers of the whole have ended, for at most `seconds`, and return its state. Raises
+    Problem tenant-waits."""
     until = monotonic() + seconds
     standing = await standing_of(records.store, whole)
     for worker in standing.left:
@@ -122,7 +126,7 @@ async def at_its_end(records: TaskRecords, whole: Whole, seconds: float) -> Whol
 
 
 async def view_of_whole(records: TaskRecords, whole: Whole, standing: WholeState | None = None) -> ShownTask:
-    """Return the view of its first worker, with the state and the failure of the whole."""
+    """Return the view of the first worker of a whole, with the state and the failure of the whole."""
     standing = await standing_of(records.store, whole) if standing is None else standing
     view = await records.view(await records.reread(whole.first))
     error = failure_of_whole(whole, standing) or view.error
@@ -132,10 +136,11 @@ async def view_of_whole(records: TaskRecords, whole: Whole, standing: WholeState
 async def worker_asked_for(
     records: TaskRecords, record: TaskRecord, worker: str | None, *, runs: bool = False
 ) -> TaskRecord:
-    """Return the one worker that a question about a single process is about: the named one, or else the only
-    one, or with `runs` the only one that runs. A task that is no whole is its own only worker.
+    """Return the worker to which a request about a single process refers. This is the task `worker` if it is
+    given, otherwise the only worker of the whole, or with `runs` the only worker that runs. A task that is
+    not a whole is its own only worker.
 
-    Raises Problem validation-failed if several remain, or the named task is no worker of the whole.
+    Raises Problem validation-failed if several workers remain, or if `worker` is no worker of the whole.
     """
     whole = await whole_of(records.store, record)
     if worker is not None:
@@ -144,15 +149,17 @@ async def worker_asked_for(
         return record
     standing = await standing_of(records.store, whole)
     workers = standing.workers
-    found = [worker for worker, state in workers.items() if not runs or state in HAS_PROCESS]
-    if len(found) == 1:
-        return await records.store.record(found[0]) or record
-    if not found:
+    candidates = [worker for worker, state in workers.items() if not runs or state in HAS_PROCESS]
+    if len(candidates) == 1:
+        return await records.store.record(candidates[0]) or record
+    if not candidates:
         return record if not standing.left else await records.store.record(standing.left[0]) or record
     id = whole.first.task.id
-    of_all = f"{len(found)} of the {len(workers)} workers of {id} run"
-    workers_text = f"{of_all if runs else f'{id} has {len(found)} workers'}: {_listed(whole, found)}"
-    detail = f"{workers_text}; choose one of them, as in ?worker={found[0]} (--worker)"
+    of_all = f"{len(candidates)} of the {len(workers)} workers of {id} run"
+    workers_text = (
+        f"{of_all if runs else f'{id} has {len(candidates)} workers'}: {_listed(whole, candidates)}"
+    )
+    detail = f"{workers_text}; choose one of them, as in ?worker={candidates[0]} (--worker)"
     raise invalid(Fault(pointer="query:worker", detail=detail, code="several-workers"))
 
 
@@ -174,7 +181,7 @@ async def _named_worker(
 
 
 def _listed(whole: Whole, workers: Sequence[TaskId]) -> str:
-    """Return the first of these workers in words, and the route that has all of them."""
+    """Return a text that names the first of these workers, and the route that lists all of them."""
     shown = ", ".join(workers[:_MOST_LISTED])
     if len(workers) <= _MOST_LISTED:
         return shown
@@ -183,7 +190,7 @@ def _listed(whole: Whole, workers: Sequence[TaskId]) -> str:
 
 
 def failure_of_whole(whole: Whole, standing: WholeState) -> Failure | None:
-    """Return why an array has failed; None if it has not."""
+    """Return why an array has failed; None if it has not failed, and for a worker set."""
     if whole.terms is None or standing.state is not TaskState.FAILED:
         return None
     sentences: Sequence[str] = [

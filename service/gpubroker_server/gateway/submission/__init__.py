@@ -1,1 +1,1 @@
-"""A task on its way into the store: what it asks for, what it may do, one commit."""
+"""Submission of tasks: a body is translated, admitted, and stored in one commit."""

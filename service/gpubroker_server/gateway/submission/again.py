@@ -1,4 +1,4 @@
-"""The repetition of an ended task: its run is submitted again as a new task."""
+"""Submits the run of an ended task again, as a new task."""
 
 from msgspec.structs import replace
 
@@ -13,7 +13,8 @@ _KINDS = (Entrypoint.tag, Command.tag, Function.tag)
 
 
 async def again(blobs: BlobStore, record: TaskRecord) -> Submission:
-    """Return a submission of the same, with its arguments however large. Its times to wait begin anew.
+    """Return a submission of the run of an ended task, including its arguments however large they are. The
+    queue TTL begins anew.
 
     Raises Problem for a task that cannot be retried, and for arguments that are damaged.
     """
@@ -38,8 +39,8 @@ async def again(blobs: BlobStore, record: TaskRecord) -> Submission:
 
 
 async def _with_arguments(blobs: BlobStore, old: Task, spec: RunSpec) -> RunSpec:
-    """Return the specification with its arguments: the new task writes its object anew, since the old one
-    may go with its task."""
+    """Return the specification with its arguments read from their object. The new task stores an object of
+    its own, because the old object may be deleted with the old task."""
     if spec.arguments_digest is None:
         return spec
     try:

@@ -1,5 +1,5 @@
-"""Answers to the questions of admission about the fleet. They come from the World and are kept for as long as
-the inventory stays."""
+"""Answers the questions of admission about the fleet from the World. Refusals are cached until the inventory
+of nodes and devices changes."""
 
 from gpubroker.wire.forecasts import Sizing
 
@@ -14,7 +14,7 @@ from gpubroker_server.core.planning.tenants.quota import QuotaNeeds
 from gpubroker_server.core.world.world import World
 
 MAX_CACHED = 4096
-"""Distinct demands. When it is full, the cache is emptied."""
+"""The largest number of distinct demands in the cache. A full cache is emptied."""
 
 
 class Capacity:
@@ -24,7 +24,7 @@ class Capacity:
         self._world = world
         self._policy = policy
         self._refusals: dict[Demand, Refusal | None] = {}
-        """Valid for one version of the inventory of nodes and devices."""
+        """Demand -> its refusal, valid for `_inventory_version` only."""
         self._inventory_version = -1
         self._needs = QuotaNeeds()
 
@@ -43,12 +43,12 @@ class Capacity:
             return refusal
 
     def lacks_node(self, demand: Demand) -> bool:
-        """Return True if no node could take it yet, and an autoscaler may add one that can."""
+        """Return True if no present node could take the demand, and an autoscaler may add a node that can."""
         policy = self._policy
         return self.refusal(demand) is not None and new_nodes_could_take(demand, policy)
 
     def waiting_for_nodes(self, tenant: str) -> int:
-        """Return how many of the tenant's tasks wait that no node could take yet."""
+        """Return the number of the tenant's waiting tasks that no present node could take."""
         queue = self._world.queue
         outside = (*queue.held, *queue.awaiting, *queue.delayed, *queue.paused)
         tasks = (self._world.tasks[name] for name in outside)

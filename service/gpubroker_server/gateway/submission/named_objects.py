@@ -1,4 +1,5 @@
-"""The objects that arguments name: `{"object": id}` in JSON, and what a function says about its own."""
+"""Finds the objects that a run names: as `{"object": id}` in the JSON of arguments, or in the list that a
+pickled function brings."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from gpubroker_server.ports.objects import ObjectOrder, ObjectRows, SortKey
 
 _ID: Final = re.compile("[0-9a-f]{64}")
 _MARK: Final = b'{"object":"'
-"""Text that stands in compact JSON wherever an object is named."""
+"""The text that compact JSON contains wherever it names an object."""
 _PAGE: Final = 500
 _decode = msgspec.json.Decoder().decode
 
@@ -24,18 +25,20 @@ def is_object_id(text: str) -> bool:
 
 
 def may_name_objects(text: bytes) -> bool:
-    """Return True if the JSON of a task, with spaces or without, may name an object."""
+    """Return True if the JSON of a task may name an object. The JSON may be compact or contain spaces."""
     return b'"object"' in text
 
 
 def objects_in_run(spec: RunSpec) -> Mapping[str, str]:
-    """Return the objects that a run names: place of the argument or of the upload -> id of the object.
-    `spec` has its arguments, however large they are."""
+    """Return the objects that a run names: place of the argument or of the upload -> id of the object. `spec`
+    must contain its arguments, however large they are."""
     if spec.kind == Function.tag:
-        found = {f"/run/objects/{index}": id for index, id in enumerate(spec.objects) if id != spec.upload}
+        id_by_place = {
+            f"/run/objects/{index}": id for index, id in enumerate(spec.objects) if id != spec.upload
+        }
     else:
-        found = dict(objects_in_arguments(spec.arguments))
-    return found | {"/upload": spec.upload} if spec.upload else found
+        id_by_place = dict(objects_in_arguments(spec.arguments))
+    return id_by_place | {"/upload": spec.upload} if spec.upload else id_by_place
 
 
 def objects_in_arguments(arguments: bytes) -> Mapping[str, str]:
@@ -43,20 +46,21 @@ def objects_in_arguments(arguments: bytes) -> Mapping[str, str]:
     object."""
     if _MARK not in arguments:
         return {}
-    given = _decode(arguments)
-    positional = objects_among(enumerate(given["args"]), "/run/args")
-    return {**positional, **objects_among(given["kwargs"].items(), "/run/kwargs")}
+    decoded = _decode(arguments)
+    positional = objects_among(enumerate(decoded["args"]), "/run/args")
+    return {**positional, **objects_among(decoded["kwargs"].items(), "/run/kwargs")}
 
 
 def objects_among(values: Iterable[tuple[Any, Any]], within: str) -> dict[str, str]:
-    """Return the objects that some of the values name: place, below `within`, -> id of the object. `values`:
-    (place, value) pairs."""
-    found = ((place, _named(value)) for place, value in values)
-    return {f"{within}/{place}": id for place, id in found if id is not None}
+    """Return the objects that some of the values name: place below `within` -> id of the object. `values` are
+    pairs of a place and a value."""
+    named = ((place, _named(value)) for place, value in values)
+    return {f"{within}/{place}": id for place, id in named if id is not None}
 
 
 def _named(value: Any) -> str | None:
-    """Return the object that a value names, by the rules of `gpubroker.runtime.objects`."""
+    """Return the id of the object that a value names, by the rules of `gpubroker.runtime.objects`; None if it
+    names no object."""
     if type(value) is not dict or len(value) != 1 or type(id := value.get("object")) is not str:
         return None
     return id if is_object_id(id) else None
@@ -65,14 +69,14 @@ def _named(value: Any) -> str | None:
 async def find_objects(
     rows: ObjectRows, tenant: str, ids: set[str], now: Instant
 ) -> Mapping[str, StoredObject]:
-    """Return those of these objects that the tenant has. Many are looked for among all that it has, of which
-    there is a limit."""
+    """Return the objects with these ids that the tenant has, by id. If there are many ids, all objects of the
+    tenant are read page by page instead; their number is limited."""
     if len(ids) < _PAGE:
-        found = [await rows.find_object(tenant, id, now) for id in sorted(ids)]
-        return {kept.digest: kept for kept in found if kept is not None}
-    known: dict[str, StoredObject] = {}
+        rows_or_none = [await rows.find_object(tenant, id, now) for id in sorted(ids)]
+        return {row.digest: row for row in rows_or_none if row is not None}
+    row_by_id: dict[str, StoredObject] = {}
     after: SortKey = ()
     while page := await rows.stored_objects(tenant, now, ObjectOrder(), after=after, limit=_PAGE):
-        known |= {kept.digest: kept for kept in page if kept.digest in ids}
+        row_by_id |= {row.digest: row for row in page if row.digest in ids}
         after = (page[-1].digest,)
-    return known
+    return row_by_id

@@ -107,7 +107,8 @@ class Amounts(Body):
 
     @property
     def mentions_gpus(self) -> bool:
-        """Says how many GPUs or how much of them, so that the defaults of its model type do not apply."""
+        """True if the body says how many GPUs or how much of a GPU the task needs. The defaults of its model
+        type then do not apply."""
         return self.gpus is not None or self.wants_gpu
 
     @model_validator(mode="after")
@@ -175,7 +176,7 @@ class Resources(Amounts):
 
     @property
     def mentions_gpus(self) -> bool:
-        """The ranks of a gang say it themselves."""
+        """True also for a gang, whose bundles say which GPUs they need."""
         return super().mentions_gpus or bool(self.bundles)
 
     def check_agreement(self) -> None:
@@ -213,8 +214,8 @@ _OF_A_GANG = frozenset({"strategy", "min_ranks"})
 _OF_ONE_RANK = {"gpus", "gpu_mb", "gpu_fraction", "exclusive", "cpu", "memory_mb", "custom"}
 
 _NOTHING = Resources()
-# pydantic makes a deep copy of a default that is a model: a third of all calls of a small submit.
-# It takes what a factory returns as it is. Sharing is safe, since bodies are frozen.
+# pydantic makes a deep copy of a default that is a model, which was a third of all calls of a small submit.
+# The value that a factory returns is not copied. Sharing one value is safe, because bodies are frozen.
 NamedResources = Annotated[
     Resources,
     Field(

@@ -1,5 +1,4 @@
-"""The way from a submission to a stored task: the facts that admission needs are read, and its answer is
-carried out."""
+"""Turns submissions into stored tasks: reads the facts that admission needs, and carries out its decision."""
 
 import asyncio
 import hashlib
@@ -60,7 +59,7 @@ IdempotencyKey = Annotated[
 
 NOTHING_KEPT: Mapping[str, StoredObject] = {}
 _HASHED_INLINE_BYTES = 256 * 1024
-"""Size above which bodies are hashed on a thread."""
+"""The size in bytes above which a body is hashed on a thread."""
 
 
 class SentKey(NamedTuple):
@@ -71,10 +70,13 @@ class SentKey(NamedTuple):
 
 
 class Stored(NamedTuple):
+    """The result of a submit."""
+
     record: TaskRecord
     is_new: bool
+    """False if an earlier request with the same key and body stored the task."""
     headers: dict[str, str]
-    """Headers of the answer: Location, and whether the request had been sent before."""
+    """The headers of the answer: Location, and Idempotency-Replayed unless the task is new."""
 
 
 class Submissions(Struct, frozen=True):
@@ -102,8 +104,8 @@ class Submissions(Struct, frozen=True):
         return self.policy.defaults
 
     async def accept(self, identity: Identity, submission: Submission, sent: SentKey | None) -> Stored:
-        """Store the task that a request asks for. Raises Problem for whatever it is refused for."""
-        try:  # as `once` does, without a call and a frame more for each task
+        """Store the task that a request asks for. Raises Problem if the task is refused."""
+        try:  # This repeats `once`, because a call of `once` would cost each task one more frame.
             new = await self.admitted(identity, submission)
             self.check_queue((new.task,))
         except Problem as refused:
@@ -117,11 +119,11 @@ class Submissions(Struct, frozen=True):
         noun: str,
         new_task: Callable[[], Awaitable[AdmittedTask]],
     ) -> Stored:
-        """Store what `new_task` admits, however often the client sends the request. Durable when this
-        returns.
+        """Store the task that `new_task` admits, once however often the client sends the request. The task is
+        durable when this returns.
 
         A repeated request is answered again even if a new one would be refused by now. `noun` is `task`,
-        `lease` or `inference`. Raises Problem for whatever the task is refused for.
+        `lease` or `inference`. Raises Problem if the task is refused.
         """
         try:
             new = await new_task()
@@ -140,11 +142,12 @@ class Submissions(Struct, frozen=True):
         now: Instant | None = None,
         states: Mapping[TaskId, StoredState] | None = None,
     ) -> AdmittedTask:
-        """Admit what this token submits. Raises Problem for whatever it is refused for.
+        """Return the admitted task of a submission. Raises Problem if the submission is refused.
 
-        `named`: id by place of the objects that it opens; default: those in its arguments. `id`, `now`: the
-        new task's, if they are settled; a batch has one time, so that ids say the order of its tasks.
-        `states`: those of the tasks that it runs after, if they are known.
+        `named` maps a place to the id of an object that the task opens; it defaults to the objects in the
+        arguments. `id` and `now` are the id and the time of the new task if they are already fixed: the tasks
+        of a batch have one time, and their ids are in the order of the batch. `states` maps the tasks that it
+        runs after to their states, if these have been read.
         """
         if named is None and submission.spec.objects:
             named = objects_in_run(submission.spec)
@@ -154,12 +157,12 @@ class Submissions(Struct, frozen=True):
             missing = {place: id for place, id in named.items() if id not in kept}
         if (uploaded := kept.get(submission.spec.upload)) is not None:
             self._check_upload(uploaded)
-        found = await self.judged(identity, submission, missing=missing, id=id, now=now, states=states)
-        if isinstance(found, Refused):
-            raise problem_of(found)
+        verdict = await self.judged(identity, submission, missing=missing, id=id, now=now, states=states)
+        if isinstance(verdict, Refused):
+            raise problem_of(verdict)
         if kept:
             await self._note_uses(kept)
-        return found
+        return verdict
 
     async def judged(
         self,
@@ -171,14 +174,15 @@ class Submissions(Struct, frozen=True):
         now: Instant | None = None,
         states: Mapping[TaskId, StoredState] | None = None,
     ) -> AdmittedTask | Refused:
-        """Say what would become of a submission, as `admitted` does. Raises Problem only if the leader is of
-        a release that would do it wrong."""
+        """Return the decision of admission on a submission. The optional parameters are those of `admitted`;
+        `missing` maps a place to the id of an object that the tenant does not have. Raises Problem
+        leader-outdated if the leader's release would run the task wrongly."""
         now = self.clock.now() if now is None else now
         spec, tenant = submission.spec, submission.tenant
         facts = Facts(self.ids.task(now) if id is None else id, now, self.capacity, identity)
         if submission.after:
-            known = await self._states_of(submission) if states is None else states
-            facts = replace(facts, dependencies=known)
+            dependencies = await self._states_of(submission) if states is None else states
+            facts = replace(facts, dependencies=dependencies)
         if submission.stream:
             streams = known_streams(self.permissions.policy.streams, self.world.streams)
             facts = replace(facts, streams=tuple(streams))
@@ -194,8 +198,8 @@ class Submissions(Struct, frozen=True):
         return admit(submission, facts, self.policy)
 
     async def use_objects(self, tenant: str, named: Mapping[str, str]) -> None:
-        """Note that a run opens these objects. `named`: id by place. Raises Problem for those that the
-        tenant does not have."""
+        """Record that a run opens objects. `named` maps a place to the id of an object. Raises Problem if the
+        tenant lacks one of the objects."""
         if not named:
             return
         kept = await self._find_objects(tenant, named)
@@ -205,7 +209,7 @@ class Submissions(Struct, frozen=True):
         await self._note_uses(kept)
 
     def _check_upload(self, uploaded: StoredObject) -> None:
-        """Raises Problem for an archive that no node would unpack."""
+        """Check the size of an uploaded archive. Raises Problem if no node would unpack it."""
         if uploaded.size_bytes > (most := self.limits.upload_bytes):
             detail = (
                 f"the archive has {uploaded.size_bytes} bytes, and may have {most}; leave out what the task "
@@ -222,15 +226,16 @@ class Submissions(Struct, frozen=True):
             await self.store.note_use(kept_object, self.clock.now(), self.limits.object_seconds)
 
     async def _states_of(self, submission: Submission) -> Mapping[TaskId, StoredState]:
-        """Read the states of the tasks that it runs after, as far as they exist."""
+        """Return the states of the tasks that the submission runs after. Tasks that do not exist are left
+        out."""
         ids = {dependency.task for dependency in submission.after if is_task_id(dependency.task)}
         return await self.store.states(sorted(ids)) if ids else NO_STATES
 
     def check_queue(self, more: Sequence[Task]) -> None:
-        """Refuse so many more of one tenant, if they or what they keep would be too much, or if the fleet
-        takes no more of their priority now. Raises Problem.
+        """Check that the queue has room for more tasks of one tenant. Raises Problem if their number or their
+        stored bytes exceed the tenant's limits, or if the fleet takes no more tasks of their priority now.
 
-        It is a bound, not a count: requests that are under way at once do not see each other.
+        Concurrent requests do not see each other, so they may exceed a limit together.
         """
         if not more:
             return
@@ -252,7 +257,8 @@ class Submissions(Struct, frozen=True):
         self._check_pressure(tenant, lowest)
 
     def _check_nodes_to_come(self, tenant: str, more: Sequence[Task]) -> None:
-        """Check how many tasks wait that no node could take yet. Raises Problem if there are too many."""
+        """Check how many tasks of the tenant wait for nodes that an autoscaler may add. Raises Problem if
+        there are too many."""
         new = sum(self.capacity.lacks_node(task.demand) for task in more)
         limit = self.permissions.policy.autoscaler_tasks
         if new and (waiting := self.capacity.waiting_for_nodes(tenant)) + new > limit:
@@ -264,7 +270,8 @@ class Submissions(Struct, frozen=True):
             raise Problem("tenant-queue-full", detail)
 
     def _check_pressure(self, tenant: str, priority: int) -> None:
-        """Refuse a priority that the fleet is too busy for, as the last known leader says. Raises Problem."""
+        """Check that the fleet takes tasks of this priority, by what the last leader reported. Raises Problem
+        backpressure if the fleet is too busy."""
         fleet = self.fleet()
         for pressure in () if fleet is None else fleet.pressures:
             if priority < pressure.closed_below and pressure.tenant in ("", tenant):
@@ -276,8 +283,8 @@ class Submissions(Struct, frozen=True):
                 )  # fmt: skip
 
     async def with_object(self, new: AdmittedTask) -> AdmittedTask:
-        """Return the task with arguments that are too large for the row in an object, which is on disk by
-        then."""
+        """Return the task with its arguments moved to an object if they are too large for the row. The object
+        is on disk when this returns."""
         spec = new.spec
         if len(spec.arguments) <= self.limits.inline_bytes:
             return new
@@ -310,22 +317,22 @@ class Submissions(Struct, frozen=True):
         *,
         purpose: str = "",
     ) -> tuple[TaskId, bool]:
-        """Store the batch that `new_batch` makes, however often the client sends the request. Durable when
-        this returns its first task, by which it is known, and True if this request has stored it.
+        """Store the batch that `new_batch` makes, once however often the client sends the request. Returns
+        the first task of the batch, which identifies it, and True if this request has stored the batch. The
+        batch is durable when this returns.
 
-        A repeated request is answered again even if a new one would be refused by now. `purpose`: the same
-        key and body mean different requests for each; default: `noun`. Raises Problem for whatever the batch
-        is refused for.
+        A repeated request is answered again even if a new one would be refused by now. `purpose` tells apart
+        requests with the same key and body; it defaults to `noun`. Raises Problem if the batch is refused.
         """
         sent = await sent_key(call, key, purpose or noun)
-        known = None if sent is None else await self.store.known_key(call.identity.tenant, sent.key)
-        if sent is not None and known is not None:
-            if known.body_hash != sent.body_hash:
-                raise key_reused(sent.key, known.task, noun)
-            return known.task, False
+        earlier = None if sent is None else await self.store.known_key(call.identity.tenant, sent.key)
+        if sent is not None and earlier is not None:
+            if earlier.body_hash != sent.body_hash:
+                raise key_reused(sent.key, earlier.task, noun)
+            return earlier.task, False
         batch = await new_batch()
         if not batch.submissions:
-            return TaskId(""), True  # all of it is refused, and nothing stored
+            return TaskId(""), True  # All tasks of the batch are refused, and nothing is stored.
         self.check_queue([new.task for new in batch.submissions])
         if sent is not None:
             batch = replace(batch, idempotency_key=sent.key, body_hash=sent.body_hash)
@@ -341,10 +348,10 @@ class Submissions(Struct, frozen=True):
         self, identity: Identity, sent: SentKey | None, noun: str, refused: Problem
     ) -> Stored:
         """Return the task of an earlier request with this key and body. Raises `refused` if there is none."""
-        known = None if sent is None else await self.store.known_key(identity.tenant, sent.key)
-        if sent is None or known is None or known.body_hash != sent.body_hash:
+        earlier = None if sent is None else await self.store.known_key(identity.tenant, sent.key)
+        if sent is None or earlier is None or earlier.body_hash != sent.body_hash:
             raise refused
-        return await self._stored_before(identity, known.task, noun)
+        return await self._stored_before(identity, earlier.task, noun)
 
     async def _stored_before(self, identity: Identity, task: TaskId, noun: str) -> Stored:
         record = await self.records.find(identity, task)
@@ -352,15 +359,15 @@ class Submissions(Struct, frozen=True):
 
 
 async def sent_key(call: Call, key: str | None, purpose: str) -> SentKey | None:
-    """Return what tells this request from others, if its client sends a key. The same key and body mean
-    different requests for each purpose."""
+    """Return the key and hash by which a repetition of this request is recognised; None if the client sends
+    no key. Requests with the same key and body but different purposes are different requests."""
     if key is None:
         return None
     return SentKey(key.strip('"'), await body_hash(purpose, call.identity.tenant, await call.body()))
 
 
 async def body_hash(purpose: str, tenant: str, body: bytes) -> str:
-    """Return the hash of a body, as sent by this tenant for this purpose."""
+    """Return the hash of a body together with its purpose and tenant."""
     hashed = f"{purpose}\0{tenant}\0".encode() + body
     if len(hashed) <= _HASHED_INLINE_BYTES:
         return hashlib.sha256(hashed).hexdigest()
@@ -368,7 +375,7 @@ async def body_hash(purpose: str, tenant: str, body: bytes) -> str:
 
 
 def accepted_headers(location: str, *, is_new: bool) -> dict[str, str]:
-    """Return the headers of an answer to a submit; `is_new`: it was not answered before."""
+    """Return the headers of the answer to a submit. `is_new` is False if the request was answered before."""
     return {"Location": location} if is_new else {"Location": location, "Idempotency-Replayed": "true"}
 
 

@@ -1,4 +1,4 @@
-"""Schema of a submitted task: what it runs, and all its options. Strict, as every body."""
+"""Schema of a submitted task: what it runs, and all its options."""
 
 import base64
 import binascii
@@ -30,7 +30,7 @@ from gpubroker_server.http.bodies import ENTRYPOINT, Body, Labels, Name, Text, l
 
 ENV_BYTES = 32 * 1024
 RESERVED_ENV = ("CUDA_", "NVIDIA_", "RAY_", "GPUBROKER_", "LD_", "PYTHON")
-"""Prefixes of variables that only the broker sets: they decide which devices and which code a process
+"""Prefixes of variables that only the broker sets, because they decide which devices and which code a process
 uses."""
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -198,12 +198,13 @@ class Function(Body):
 def causes_of(
     given: Sequence[RetryOn] | None, otherwise: Sequence[RetryOn] = ON_FAILURE
 ) -> tuple[RetryOn, ...]:
-    """Return each cause once, in the order of the type."""
+    """Return each cause once, in the order of RetryOn. `otherwise` holds if `given` is None."""
     wanted = otherwise if given is None else given
     if wanted is ON_FAILURE:
         return ON_FAILURE
     causes = tuple(cause for cause in RetryOn if cause in wanted)
-    return ON_FAILURE if causes == ON_FAILURE else causes  # the default itself is left out of events
+    # An event leaves this field out only if it is the default object itself.
+    return ON_FAILURE if causes == ON_FAILURE else causes
 
 
 def _check_pattern(pattern: str) -> str:
@@ -219,7 +220,7 @@ _TAGS = frozenset({Entrypoint.tag, Command.tag, Function.tag})
 
 
 def _run_kind(run: Any) -> str | None:
-    """Return the kind of the run; None unless the run has exactly one of the three."""
+    """Return the kind of the run; None unless the run has exactly one of entrypoint, command and function."""
     named = _TAGS & run.keys() if isinstance(run, dict) else _TAGS
     return next(iter(named)) if len(named) == 1 else None
 
@@ -288,8 +289,8 @@ class SubmitTask(Timed):
 
     @model_validator(mode="after")
     def _check_directory(self) -> Self:
-        """Check that a run has one directory, and one of its own if its files are collected. Raises
-        PydanticCustomError."""
+        """Check that a run does not have two directories, and that it has one if its files are collected.
+        Raises PydanticCustomError."""
         if not (self.upload or self.outputs):
             return self
         directory = self.run.working_directory if isinstance(self.run, Command) else None
@@ -308,4 +309,4 @@ class SubmitTask(Timed):
 class SimulateTask(SubmitTask):
     """A task as in a submit; without `run` it is only a demand."""
 
-    run: Run | None = None  # type: ignore[assignment]  # a question need not be runnable
+    run: Run | None = None  # type: ignore[assignment]  # A simulation needs no run.

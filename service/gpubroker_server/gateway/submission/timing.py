@@ -111,14 +111,14 @@ CHANGEABLE_TIMES = frozenset(ChangedTimes.model_fields)
 
 
 def changed_times(body: ChangedTimes, task: Task, now: Instant) -> dict[str, float | None]:
-    """Return the given times, nulls included. Raises Problem for a deadline that leaves no time to run, for
-    a time too far ahead, and for an external lease."""
-    given: dict[str, float | None] = {}
+    """Return the times that the body gives, including nulls, by field. Raises Problem for a deadline that
+    leaves no time to run, for a time too far ahead, and for an external lease."""
+    requested: dict[str, float | None] = {}
     for name in CHANGEABLE_TIMES & body.model_fields_set:
         value = getattr(body, name)
-        given[name] = value.timestamp() if isinstance(value, datetime) else value
+        requested[name] = value.timestamp() if isinstance(value, datetime) else value
     faults: list[Refusal] = []
-    times = change_times(given, task, now, faults)
+    times = change_times(requested, task, now, faults)
     if faults:
         raise problem_of(Refused(INVALID, faults=tuple(faults)))
     return times

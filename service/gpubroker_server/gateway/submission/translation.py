@@ -1,5 +1,5 @@
-"""Translation of the body of a submit to a submission, which admission judges. Nothing is filled in or
-decided here."""
+"""Translates the body of a submit to a submission, on which admission decides. No default is filled in
+here."""
 
 import json
 import sys
@@ -32,7 +32,8 @@ from gpubroker_server.http.problems import Fault
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 CLOUDPICKLE = version("cloudpickle")
-"""The versions that open what clients pickle: runs have the service's own unless they bring their own."""
+"""The version of cloudpickle in the service. Runs unpickle with it and with `PYTHON`, unless they bring their
+own versions."""
 
 _NO_ARGUMENTS = b'{"args":[],"kwargs":{}}'
 _STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
@@ -41,16 +42,17 @@ _ANOTHER_RUN: Mapping[str, Any] = {
     "entrypoint": "", "command": (), "arguments": b"", "arguments_digest": None, "python": "", "objects": (),
     "working_directory": "",
 }  # fmt: skip
-"""The fields of another run, which a run without them must not keep."""
+"""Empty values of all fields that describe a run, so that a specification keeps none of a run that is
+replaced."""
 _KEPT = tuple(name for name in RunSpec.__struct_fields__ if name in SubmitTask.model_fields)
-"""The fields of a body that a run keeps as they are. A new one needs no line here."""
+"""The fields of a body that a RunSpec takes over unchanged because it has fields of the same names."""
 _kept_of = attrgetter(*_KEPT)
 _WHERE_FIELDS = frozenset({"kinds", "min_power", "min_device_mb", "nodes", "prefer_kinds", "prefer_nodes"})
 _TIMES = frozenset({"not_before", "queue_ttl_seconds", "deadline_at", "deadline_seconds"})
 
 
 def submission_of(body: SubmitTask | SimulateTask, tenant: str) -> Submission:
-    """Return what this body asks for. Raises Problem if JSON arguments hold NaN or an infinity."""
+    """Return the submission of a body. Raises Problem if JSON arguments contain NaN or an infinity."""
     run = body.run
     fields = _NO_RUN if run is None else _run_fields(run)
     if body.upload:
@@ -79,13 +81,15 @@ def submission_of(body: SubmitTask | SimulateTask, tenant: str) -> Submission:
 
 
 def with_run_of(run: Entrypoint | Command | Function, spec: RunSpec) -> RunSpec:
-    """Return a specification that differs in its run. Raises Problem as `submission_of` does."""
+    """Return the specification with another run. Raises Problem if JSON arguments contain NaN or an
+    infinity."""
     own = {**_ANOTHER_RUN, **_run_fields(run)}
     return replace(spec, **own)
 
 
 def _run_fields(run: Entrypoint | Command | Function) -> dict[str, Any]:
-    """Return the fields of RunSpec that the run decides, as far as it has them. Raises Problem."""
+    """Return the fields of RunSpec that a run of this kind sets. Raises Problem if JSON arguments contain NaN
+    or an infinity."""
     match run:
         case Entrypoint():
             arguments = arguments_of(run)
@@ -99,13 +103,13 @@ def _run_fields(run: Entrypoint | Command | Function) -> dict[str, Any]:
 
 
 def arguments_of(run: Entrypoint) -> bytes:
-    """Return what the process gets. Raises Problem if JSON arguments hold NaN or an infinity."""
+    """Return the arguments as JSON for the process. Raises Problem if they contain NaN or an infinity."""
     if not run.args and not run.kwargs:
         return _NO_ARGUMENTS
     text = to_json({"args": run.args, "kwargs": run.kwargs}, inf_nan_mode="constants")
     if b"NaN" not in text and b"Infinity" not in text:
         return text
-    try:  # the word may be in a string
+    try:  # The word may be part of a string, which is allowed.
         return _STRICT_JSON.encode({"args": run.args, "kwargs": run.kwargs}).encode()
     except ValueError:
         detail = "arguments must be JSON values, without NaN, Infinity and numbers beyond 64-bit floats"
@@ -113,7 +117,8 @@ def arguments_of(run: Entrypoint) -> bytes:
 
 
 def asked_of(resources: Resources, placement: str = "pack") -> Asked:
-    """Return the resources that a body names, with the maximum of what its roles need."""
+    """Return the resources that a body asks for. If it names roles, each size is the maximum over the
+    roles."""
     if not resources.model_fields_set and placement == "pack":
         return NOTHING_ASKED
     asked = _amounts_of(resources.with_sizes(), placement)
@@ -172,7 +177,7 @@ def times_of(body: Timed) -> AskedTimes | None:
 
 
 def dependencies_of(body: Timed) -> tuple[Dependency, ...]:
-    """Return the tasks that it runs after, which need not exist."""
+    """Return the dependencies that a body names. The tasks need not exist."""
     if not body.after:
         return ()
     return tuple(Dependency(TaskId(wanted.task), OnFailure(wanted.on_failure)) for wanted in body.after)

@@ -1,1 +1,1 @@
-"""Tasks: submit, list, read, change, cancel, wait, result."""
+"""Routes that submit, list, read, change and cancel tasks, wait for them, and return their results."""

@@ -30,7 +30,7 @@ _TO_BE_CANCELLED = (TaskState.PENDING, TaskState.ADMITTED, TaskState.RUNNING)
 
 
 class CancelSelected(CancelTask, TaskSelection):
-    """A selection of tasks to cancel. Without `state`, those that have not ended are selected."""
+    """A selection of tasks to cancel. Without `state`, only tasks that have not ended are selected."""
 
     NOT_FILTERS: ClassVar = frozenset({"all", "dry_run", *CancelTask.model_fields})
 
@@ -58,9 +58,10 @@ class CancelSelected(CancelTask, TaskSelection):
     accepted="Some are `stored`: there is no leader now, or it is busy.",
 )
 async def cancel_selected(caller: Caller, parts: Parts, body: JsonBody[CancelSelected]) -> Response:
-    """Cancel all of a tenant's tasks that match a filter, those that wait before those that run.
+    """Cancel all of a tenant's tasks that match a filter, waiting tasks before running tasks.
 
-    Up to 10,000 in one request, the newest first. Memory of models is not selected: their own routes free it.
+    One request cancels up to 10,000 tasks, the newest first. Tasks that hold the memory of models are not
+    selected: the routes of models free that memory.
     """
     store = parts.records.store
     wanted = {**await body.filters(parts.records, caller), "labels": dict(body.labels)}
@@ -85,7 +86,7 @@ async def cancel_selected(caller: Caller, parts: Parts, body: JsonBody[CancelSel
         await parts.requests.ask_many(asked, tenant, "cancel", {**fields, "by": caller.name})
     now = Counter() if body.dry_run else await _states(store, asked)
     over = sum(now[state] for state in TERMINAL - {TaskState.CANCELLED})
-    found = Cancelled(
+    counted = Cancelled(
         matched=len(matched[:MAX_SELECTED]),
         waiting=len(waiting[:MAX_SELECTED]),
         started=len(asked[len(waiting) :]),
@@ -95,12 +96,12 @@ async def cancel_selected(caller: Caller, parts: Parts, body: JsonBody[CancelSel
         stored=sum(now[state] for state in _TO_BE_CANCELLED),
         has_more=len(matched) > MAX_SELECTED,
     )
-    return answer(found, 202 if found.stored else 200)
+    return answer(counted, 202 if counted.stored else 200)
 
 
 async def _states(store: TaskStore, tasks: Sequence[TaskId]) -> Counter[TaskState]:
     counts: Counter[TaskState] = Counter()
     for start in range(0, len(tasks), MAX_STANDS):
-        found = await store.states(tasks[start : start + MAX_STANDS])
-        counts.update(stored.state for stored in found.values())
+        states = await store.states(tasks[start : start + MAX_STANDS])
+        counts.update(stored.state for stored in states.values())
     return counts

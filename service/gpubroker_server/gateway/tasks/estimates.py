@@ -1,4 +1,4 @@
-"""The use and the duration of past runs."""
+"""The route that lists the measured use and duration of past runs."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -34,15 +34,16 @@ async def list_estimates(caller: Caller, parts: Parts, query: Annotated[Estimate
 
 
 def _estimates(parts: Parts, tenant: str, subject: str | None) -> Iterator[Estimate]:
-    """Yield by subject and kind."""
+    """Yield the tenant's estimates, sorted by subject and kind of device. `subject` restricts them to one
+    subject."""
     sketches = parts.world.learned.sketches
     needed = parts.submissions.permissions.policy.learned_least_runs
-    known = {
+    measured = {
         (topic.subject, topic.kind)
         for topic in sketches
         if topic.tenant == tenant and subject in (None, topic.subject)
     }
-    for name, kind in sorted(known):
+    for name, kind in sorted(measured):
         gpu_mb, seconds = (
             _quantiles(sketches.get(SketchKey(tenant, name, kind, quantity)))
             for quantity in (What.GPU_MB, What.SECONDS)

@@ -1,4 +1,4 @@
-"""The output of runs: read from the store, while a run prints and afterwards."""
+"""The route that reads what runs print, from the store, while a run prints and afterwards."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,8 @@ from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, TaskRecord
 resource = Resource("tasks")
 
 ANSWER_SECONDS = 3.0
-"""A reader that does not follow gets what is kept if the leader has not asked the agent by then."""
+"""How long a reader that does not follow waits for the agent to send the newest part of a log. After that it
+gets what is stored."""
 PARTS_AT_ONCE = 8
 
 
@@ -51,7 +52,7 @@ class LogQuery(WorkerQuery):
 
 
 _UNBUFFERED = {"X-Accel-Buffering": "no"}
-"""Headers that have an nginx which buffers answers pass this one as it comes."""
+"""Headers that make nginx pass the answer on as it arrives instead of buffering it."""
 _TEXT: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
 
 
@@ -69,9 +70,9 @@ async def read_log(
 ) -> StreamingResponse:
     """Read what a run printed, while it runs and afterwards: the bytes of one stream, in chunks.
 
-    If a log was longer than `limits.log_bytes`, its first and its last half of that are kept, and a line in
-    between says how many bytes are missing. An array or a worker set has a log for each worker: where it has
-    several, `worker` says whose.
+    If a log is longer than `limits.log_bytes`, half of this size is kept of its beginning and half of its
+    end, and a line in between says how many bytes are missing. An array or a worker set has a log for each
+    worker; if it has several workers, name one with `worker`.
     """
     records = parts.records
     record = await records.find(call.identity, task_id)
@@ -81,7 +82,7 @@ async def read_log(
     _check_exists(task, query, newest + (query.follow and not task.is_terminal))
     if not waiters.has_room_for(task.tenant):
         with waiters.expect_for(task.tenant, task.id):
-            pass  # raises
+            pass  # `expect_for` raises the Problem.
     fence = Fence(query.attempt or newest)
     log = LogName(task.id, fence, query.rank, query.stream)
     reading = LogReading(parts, record, log, query)
@@ -103,7 +104,8 @@ def _check_exists(task: Task, query: LogQuery, last_attempt: int) -> None:
 
 
 class LogReading:
-    """One answer. It holds one page of the log at most: a slow reader takes the next when it can."""
+    """The reading of one log for one answer. It holds at most one page of the log in memory, and reads the
+    next page when the client has taken the last."""
 
     def __init__(self, parts: Parts, record: TaskRecord, log: LogName, query: LogQuery) -> None:
         self._records = parts.records
@@ -115,11 +117,13 @@ class LogReading:
         self._mark = query.mark
 
     async def text(self) -> AsyncIterator[bytes]:
+        """Yield the bytes of the log, with a line in the place of each part that was not kept."""
         records, clock = self._records, self._records.follower.clock
         since, until = clock.now(), asyncio.get_running_loop().time() + ANSWER_SECONDS
         with records.waiters.expect_for(self._record.task.tenant, self._log.task):
             while True:
-                # Before the parts are read: what the run printed last is kept before its end is.
+                # This is checked before the parts are read, because the last part of a log is stored before
+                # the end of its run.
                 is_last = records.waiters.is_closed or await self._is_over()
                 is_last = is_last or not (self._follows or await self._waits(since, until))
                 is_empty = True
@@ -135,10 +139,10 @@ class LogReading:
             yield tail
 
     async def _is_over(self) -> bool:
-        """Return True if nothing more comes."""
+        """Return True if nothing more will be added to the log."""
         world, task = self._records.follower.world, self._record.task
         row = world.tasks.get(task.id)
-        if row is None or row.version < task.version:  # it was removed after its end, or has yet to come
+        if row is None or row.version < task.version:  # The World has removed the task, or lags behind.
             self._record = await self._records.reread(self._record)
             row = self._record.task
         if row.fence < self._log.fence:
@@ -146,13 +150,15 @@ class LogReading:
         return row.fence > self._log.fence or not (row.is_active and is_started_by_agent(row.holder))
 
     async def _waits(self, since: Instant, until: float) -> bool:
-        """Return True if the agent has yet to say what the log had when this reader came."""
+        """Return True if the agent has not yet reported the log as it was at `since`, and `until` lies
+        ahead."""
         _, read_at = await self._records.store.log_end(self._log)
         is_behind = read_at is None or read_at < since
         return is_behind and asyncio.get_running_loop().time() < until
 
     async def _kept(self) -> AsyncIterator[bytes]:
-        """A page of what is there from the byte on, without objects that are missing or damaged."""
+        """Yield one page of the stored log, from `_at_byte` on. Objects that are missing or damaged are left
+        out."""
         lost_to = 0
         for part in await self._records.store.log_parts(self._log, self._at_byte, PARTS_AT_ONCE):
             data = part.data
@@ -164,12 +170,12 @@ class LogReading:
                     if part in await self._records.store.log_parts(self._log, part.first_byte, 1):
                         lost_to = part.end_byte
                         continue
-                    yield b""  # another part has replaced it: there is more to read
+                    yield b""  # Another part has replaced this one, so there is more to read.
                     return
             begin = max(self._at_byte, part.first_byte)
             data = data[begin - part.first_byte :]
             if begin > self._at_byte:
-                line = data.find(b"\n") + 1  # half a line says nothing
+                line = data.find(b"\n") + 1  # The first line is incomplete and is dropped.
                 begin, data = begin + line, data[line:]
                 yield cut_mark(self._at_byte, begin, self._mark)
             self._at_byte = max(self._at_byte, part.end_byte)
@@ -180,7 +186,8 @@ class LogReading:
             self._at_byte = lost_to
 
     async def _tail(self) -> bytes:
-        """Return the end of the log of a run whose agent is of an earlier release and tells nothing else."""
+        """Return the last bytes of the log of a run whose agent is of an earlier release, which sends nothing
+        else of the log; empty for other runs."""
         log, store = self._log, self._records.store
         record = await self._records.reread(self._record)
         if log.stream != "stdout" or log.rank or record.task.fence != log.fence:
@@ -192,5 +199,6 @@ class LogReading:
 
 
 def cut_mark(begin: int, end: int, mark: str) -> bytes:
-    """The line in the place of what was not kept. Readers take from it where the text goes on."""
+    """Return the line that stands for bytes that were not kept. Readers learn from it where the text goes
+    on."""
     return b"\n[... bytes %d to %d were not kept ...]%s\n" % (begin, end, mark.encode())

@@ -27,44 +27,45 @@ _STARTED = (TaskState.ADMITTED, TaskState.RUNNING, TaskState.STOPPING)
 async def get_outputs(
     caller: Caller, parts: Parts, task_id: str, query: Annotated[WorkerQuery, Query()]
 ) -> Response:
-    """List what was collected of the files of a task's runs, by its `outputs`.
+    """List the files that were collected at the end of a task's runs, by the patterns in its `outputs`.
 
-    Each is an archive in an object, `GET /objects/{id}/content`, which is kept as other objects are. With the
-    id of an array or a worker set, of all its workers.
+    The files of a run are an archive in an object (`GET /objects/{id}/content`), which is kept as long as
+    other objects. With the id of an array or a worker set, the outputs of all its workers are listed.
     """
     store = parts.records.store
     record = await parts.records.find(caller, task_id)
     if query.worker is not None:
         records = [await worker_asked_for(parts.records, record, query.worker)]
     elif (whole := await whole_of(store, record)) is not None:
-        found = [await store.record(worker) for worker in whole.workers]
-        records = [one for one in found if one is not None]
+        of_workers = [await store.record(worker) for worker in whole.workers]
+        records = [record_of_worker for record_of_worker in of_workers if record_of_worker is not None]
     else:
         records = [record]
     items: list[Output] = []
-    for one in records:
-        items += _outputs_of(one, await store.outputs_of(one.task.id))
+    for run_record in records:
+        items += _outputs_of(run_record, await store.outputs_of(run_record.task.id))
     return answer(Outputs(record.spec.outputs, tuple(items)))
 
 
 def _outputs_of(record: TaskRecord, kept: Sequence[RunOutput]) -> Iterator[Output]:
     task = record.task
-    for one in kept:
+    """Yield the outputs that were collected, then those of the last attempt that are still expected."""
+    for output in kept:
         yield Output(
-            task=one.task,
-            attempt=one.fence,
-            rank=one.rank,
-            state="collected" if one.digest else "empty",
-            object=one.digest,
-            files=one.files,
-            size_bytes=one.size_bytes,
-            collected_at=Time.at(one.at),
-            message=one.message,
+            task=output.task,
+            attempt=output.fence,
+            rank=output.rank,
+            state="collected" if output.digest else "empty",
+            object=output.digest,
+            files=output.files,
+            size_bytes=output.size_bytes,
+            collected_at=Time.at(output.at),
+            message=output.message,
         )
     if not record.spec.outputs or not task.fence:
         return
-    known = {(one.fence, one.rank) for one in kept}
+    collected = {(output.fence, output.rank) for output in kept}
     why = "the run has not ended" if task.state in _STARTED else "its node has not sent the files yet"
     for rank in range(rank_count(task)):
-        if (task.fence, rank) not in known:
+        if (task.fence, rank) not in collected:
             yield Output(task.id, task.fence, rank, "pending", None, 0, 0, None, why)

@@ -1,4 +1,4 @@
-"""Retry: a new task that runs what an ended one ran."""
+"""The route that retries an ended task, as a new task with the same run."""
 
 from functools import partial
 
@@ -31,7 +31,8 @@ async def retry_task(
 ) -> Response:
     """Run an ended task again, as a new task with the same run, resources, priority, labels and limits.
 
-    It needs what submitting that task needs. It is not held and waits for no other task, time or deadline.
+    The token needs the scopes that submitting the task needs. The new task is not held, depends on no other
+    task, and has no start time and no deadline.
     """
     submissions = parts.submissions
     record = await parts.records.find_to_change(call.identity, task_id, "task.retry")
@@ -42,7 +43,8 @@ async def retry_task(
 
 
 async def _again(submissions: Submissions, identity: Identity, record: TaskRecord) -> AdmittedTask:
-    """Admit the same again. Raises Problem."""
+    """Return the admitted task that repeats an ended one. Raises Problem if the task cannot be retried or is
+    refused."""
     old = record.task
     if old.holder == WorkerSeat(old.id):
         detail = f"{old.id} is an array: POST /arrays/{old.id}/retry does its failed items again"

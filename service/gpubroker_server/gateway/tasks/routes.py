@@ -89,7 +89,7 @@ class TaskQuery(TaskSelection, PageQuery):
 async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query()]) -> Response:
     """List your tenant's tasks.
 
-    Sorted by priority, a list misses or repeats a task whose priority changes between two of its pages.
+    A list that is sorted by priority misses or repeats a task whose priority changes between two pages.
     """
     filters = await query.filters(parts.records, call.identity)
     if query.order == "turn":
@@ -106,8 +106,8 @@ async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query
 
 
 def _ends(states: Sequence[TaskState]) -> Sequence[TaskState]:
-    """Return those of these states, or of all if none are given, that are final. Raises Problem if none
-    is."""
+    """Return the terminal states among `states`, or all terminal states if `states` is empty. Raises Problem
+    if none of `states` is terminal."""
     ends = tuple(state for state in states or TaskState if state.is_terminal)
     if not ends:
         named = ", ".join(states)
@@ -122,10 +122,11 @@ def _ends(states: Sequence[TaskState]) -> Sequence[TaskState]:
 async def get_task(
     call: Call, parts: Parts, task_id: str, query: Annotated[WorkerQuery, Query()]
 ) -> Response:
-    """Read a task: its state, what it holds, and why it waits if it does.
+    """Read a task: its state, what it holds, and, if it waits, the reason.
 
-    The id of an array or a worker set is that of its first worker: the state and the error are then those of
-    the whole, and the rest is that worker's. With `worker` all of it is that of one worker.
+    The id of an array or a worker set is the id of its first worker. The answer then has the state and the
+    error of the whole; its other fields are those of the first worker. With `worker`, all fields are those of
+    that worker.
     """
     record = await parts.records.find(call.identity, task_id)
     if query.worker is not None:
@@ -170,8 +171,8 @@ class CancelTask(Body):
 async def change_task(call: Call, parts: Parts, task_id: str, body: JsonBody[ChangeTask]) -> Response:
     """Change a task's priority, hold it or release it, and change its times while it waits.
 
-    A waiting task with a new priority is planned again at once; a running one is not moved. With the id of an
-    array or a worker set it changes all its workers.
+    A waiting task with a new priority is planned again at once; a running task is not moved. With the id of
+    an array or a worker set, all its workers are changed.
     """
     submissions = parts.submissions
     record = await parts.records.find_to_change(call.identity, task_id, "task.change")
@@ -188,14 +189,14 @@ async def change_task(call: Call, parts: Parts, task_id: str, body: JsonBody[Cha
     _check_changeable(task, changed)
     settled = await parts.requests.ask(task.id, task.tenant, "change", changed)
     record = await parts.records.reread(record)
-    if settled:  # the task may have started or ended before the leader decided
+    if settled:  # The task may have started or ended before the leader decided.
         _check_changeable(record.task, _not_changed(record.task, changed))
     return await _answer(parts, record, 200 if settled else 202)
 
 
 async def _change_whole(parts: Parts, whole: Whole, changed: dict[str, Any]) -> Response:
-    """Change all workers that have not ended. Raises Problem if it is too late for one of the changes, and
-    for holding a worker set."""
+    """Change all workers of an array or a worker set that have not ended. Raises Problem if it is too late
+    for one of the changes, or if a worker set is to be held."""
     task, standing = whole.first.task, await standing_of(parts.records.store, whole)
     if "held" in changed and not whole.is_array:
         detail = "a worker set holds the workers that are not wanted; PATCH /worker-sets/{id} scales it"
@@ -213,7 +214,8 @@ async def _change_whole(parts: Parts, whole: Whole, changed: dict[str, Any]) -> 
 
 
 def _check_changeable(task: Task, changes: Mapping[str, Any]) -> None:
-    """Check that it is not too late for one of the changes. Raises Problem."""
+    """Check that the state of the task allows the changes. Raises Problem task-already-finished or
+    task-not-pending."""
     if changes and task.is_terminal:
         raise Problem("task-already-finished", task=task.id, state=task.state)
     pending_only = sorted(changes.keys() - {"priority"})
@@ -222,7 +224,8 @@ def _check_changeable(task: Task, changes: Mapping[str, Any]) -> None:
 
 
 def _not_changed(task: Task, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A start time that is over leaves no trace."""
+    """Return the changes that the task does not show. A start time is left out, because a task no longer
+    shows one that has passed."""
     return {
         name: value
         for name, value in changes.items()
@@ -246,9 +249,9 @@ async def cancel_task(
     task_id: str,
     body: JsonBody[CancelTask] = CancelTask(),  # noqa: B008  # frozen
 ) -> Response:
-    """Cancel a task. A running one gets the stop notice, and is killed when its grace period is over.
+    """Cancel a task. A running task gets the stop notice, and is killed when its grace period is over.
 
-    With the id of an array or a worker set it cancels all its workers.
+    With the id of an array or a worker set, all its workers are cancelled.
     """
     record = await parts.records.find_to_change(call.identity, task_id, "task.cancel")
     task, given = record.task, body.model_dump(exclude_none=True, exclude_defaults=True)

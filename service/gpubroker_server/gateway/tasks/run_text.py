@@ -1,4 +1,5 @@
-"""Splits the JSON of a task into its run and the rest: tasks of a batch mostly differ in their run alone."""
+"""Splits the JSON of a task into its run and the rest, because tasks of a batch mostly differ only in their
+run."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -10,8 +11,8 @@ from gpubroker_server.http.bodies import key_given_twice
 
 
 class Surroundings(NamedTuple):
-    """The part that is equal in tasks that differ only in their run: the text before and after it, and its
-    kind."""
+    """What tasks that differ only in their run have in common: the text before and after the run, the kind of
+    the run, and its entrypoint."""
 
     before: bytes
     after: bytes
@@ -20,7 +21,7 @@ class Surroundings(NamedTuple):
 
 
 MAX_DEPTH = 100
-"""A run with more nesting is left to the full validation, which refuses it."""
+"""The largest number of brackets in a run that is split here. Full validation handles other runs."""
 
 
 class EntrypointCall(NamedTuple):
@@ -28,7 +29,7 @@ class EntrypointCall(NamedTuple):
 
     entrypoint: str
     arguments: bytes
-    """The arguments that `arguments_of` makes."""
+    """The arguments, in the form that `arguments_of` returns."""
 
 
 class SplitTask(NamedTuple):
@@ -54,25 +55,25 @@ _encoded = msgspec.json.Encoder().encode
 _validate = {kind.tag: TypeAdapter(kind).validator.validate_json for kind in (Command, Function)}
 _PROBE = b'{"probe":0}'
 _NOT_READ = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
-"""The exceptions of msgspec for text that is no JSON of this form, no UTF-8, or nested too deeply."""
+"""The exceptions of msgspec for text that is not JSON of this form, is not UTF-8, or is nested too deeply."""
 
 
 def split_at_run(text: bytes) -> SplitTask | None:
-    """Return the parts of a task's text; None if it cannot be split here. Full validation of the task then
-    says what is wrong."""
+    """Return the parts of a task's text; None if the text cannot be split. Full validation then reports what
+    is wrong with it."""
     try:
         run = bytes(_task.decode(text).run)
     except _NOT_READ:
         return None
-    found = _run_in(run)
-    if found is None:
+    parsed = _run_in(run)
+    if parsed is None:
         return None
     before, _, after = text.partition(run)
-    return SplitTask(Surroundings(before, after, *found[:2]), found[2])
+    return SplitTask(Surroundings(before, after, *parsed[:2]), parsed[2])
 
 
 def is_split_at_run(split: SplitTask) -> bool:
-    """Return True if the run was cut out, and not the same text in another place."""
+    """Return True if the text was split at its run, and not at an equal text in another place."""
     surroundings = split.surroundings
     try:
         return bytes(_task.decode(surroundings.before + _PROBE + surroundings.after).run) == _PROBE
@@ -81,22 +82,23 @@ def is_split_at_run(split: SplitTask) -> bool:
 
 
 def arguments_within(text: bytes, surroundings: Surroundings) -> bytes | None:
-    """Return the arguments of a task with the same surroundings and entrypoint; None for any other task, and
-    for a run in which a key stands twice.
+    """Return the arguments of a task with these surroundings and their entrypoint; None for any other task,
+    and for a run that has a key twice.
 
-    `is_split_at_run` must hold for the surroundings: then any JSON between them is the run.
+    `is_split_at_run` must be true of the surroundings: any JSON between them is then the run.
     """
     before, after, _, entrypoint = surroundings
     if not (text.startswith(before) and text.endswith(after)):
         return None
     run = text[len(before) : len(text) - len(after)]
-    found = _decoded(run)
-    if found is None or found.entrypoint != entrypoint or key_given_twice(run):
+    call = _decoded(run)
+    if call is None or call.entrypoint != entrypoint or key_given_twice(run):
         return None
-    return _encoded({"args": found.args, "kwargs": found.kwargs})
+    return _encoded({"args": call.args, "kwargs": call.kwargs})
 
 
 def _run_in(text: bytes) -> tuple[str, str, EntrypointCall | Command | Function] | None:
+    """Return the kind of a run, its entrypoint, and the run; None if the text is not a valid run."""
     call = _call_in(text)
     return _other_run_in(text) if call is None else (Entrypoint.tag, call.entrypoint, call)
 

@@ -1,4 +1,4 @@
-"""The selection of the tasks that a list shows and a cancel of many ends: one filter for both."""
+"""The filter of tasks that the list of tasks and the cancelling of many tasks share."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -14,7 +14,7 @@ from gpubroker_server.http.identity import Identity
 from gpubroker_server.http.times import GivenTime
 
 MAX_STANDS = 1000
-"""Rows read in one query."""
+"""The largest number of rows that are read in one query."""
 
 
 class TaskSelection(BaseModel):
@@ -52,7 +52,8 @@ class TaskSelection(BaseModel):
     finished_before: GivenTime | None = None
 
     async def filters(self, records: TaskRecords, identity: Identity) -> dict[str, Any]:
-        """Fields of TaskFilter, without its labels. Raises Problem not-found for `after`, and forbidden."""
+        """Return the fields of a TaskFilter, without its labels. Raises Problem not-found if there is no task
+        `after`, and Problem forbidden if the token may not list the tenant's tasks."""
         runs_after = None if self.after is None else (await records.find(identity, self.after)).task.id
         return {
             "tenant": identity.whose(self.tenant, "tasks"),

@@ -1,4 +1,4 @@
-"""The stacks of a running task's Python threads."""
+"""The route that reads the stacks of a running task's Python threads."""
 
 import json
 from typing import Annotated
@@ -26,7 +26,7 @@ class StackQuery(WorkerQuery):
 
 
 WAIT_SECONDS = Seconds(STACK_SECONDS + 2.0)
-"""The leader gives the agent a little less."""
+"""How long a request waits for the leader, which itself waits for the agent a little less."""
 
 
 @resource.route(
@@ -42,8 +42,9 @@ async def get_stack(
 ) -> Response:
     """Read the stacks of all Python threads of a running task, which goes on meanwhile.
 
-    A small task that shares its process with others shows its own thread alone. With the id of an array or a
-    worker set it is the one worker that runs; where several run, `worker` says which.
+    Of a small task that shares its process with other tasks, only its own thread is shown. With the id of an
+    array or a worker set, the stacks are those of the only running worker; if several run, name one with
+    `worker`.
     """
     record = await parts.records.find(caller, task_id)
     record = await worker_asked_for(parts.records, record, query.worker, runs=True)

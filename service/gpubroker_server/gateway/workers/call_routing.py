@@ -1,5 +1,5 @@
-"""The routing of calls to a worker set: the workers that are ready, and the number of calls that each has
-from here."""
+"""Routes calls to the ready workers of a worker set, by the number of calls that each has from this
+gateway."""
 
 import asyncio
 from collections import Counter
@@ -25,19 +25,19 @@ from gpubroker_server.ports.worker_calls import (
 )
 
 IS_READY = WorkerCall("", "", "json", b"")
-"""The question whether a worker is ready."""
+"""The call that asks a worker whether it is ready."""
 READY_SECONDS = Seconds(3600.0)
-"""The longest time that a worker may take to be ready, since it may load a large model first. Then it is
-asked again."""
+"""How long a worker may take to answer whether it is ready, because it may load a large model first. After
+that it is asked again."""
 ANSWER_SHARE, ANSWER_SECONDS = 0.1, 1.0
-"""A call must begin this share of its time, at most ANSWER_SECONDS, before the gateway gives it up: then the
-worker has said by then that it has not begun."""
+"""A worker must begin a call by this share of the call's time, but at most ANSWER_SECONDS, before the gateway
+gives the call up. This leaves the worker time to report that it has not begun the call."""
 LOOK_SECONDS = 0.1
-"""Interval in which the set is looked at while calls wait for a worker."""
+"""The interval at which the World is read while calls wait for a worker."""
 MOST_WAITING = 1000
-"""The most calls from one gateway that a worker has waiting beside those that it works on."""
+"""The largest number of calls from one gateway that wait in a worker, beside the calls that it works on."""
 MOST_BYTES = 64 * 2**20
-"""The most bytes of arguments that a worker has from one gateway, if it has more than one call."""
+"""The largest total size of the arguments that a worker has from one gateway, unless it has a single call."""
 
 
 class Answered(NamedTuple):
@@ -55,20 +55,21 @@ class CallRouter:
         self._sets: dict[TaskId, WorkersOfSet] = {}
 
     async def call(self, workers: WorkerSet, call: WorkerCall, seconds: Seconds, routing: str) -> Answered:
-        """Have one worker answer the call; what it refuses goes to another one. Raises Problem."""
+        """Have a worker of the set execute the call, and return its answer. A call that a worker refuses goes
+        to another worker. Raises Problem if no worker answers, or if the method fails."""
         if self._calls is None:
             raise Problem("no-ray-driver")
-        known = self._sets.get(workers.id)
-        if known is None:
-            self._drop_what_is_over()
-            known = WorkersOfSet(self._world, self._calls, self._waiters, workers.id)
-            self._sets[workers.id] = known
+        choice = self._sets.get(workers.id)
+        if choice is None:
+            self._drop_ended_sets()
+            choice = WorkersOfSet(self._world, self._calls, self._waiters, workers.id)
+            self._sets[workers.id] = choice
         to_begin = seconds - min(ANSWER_SECONDS, seconds * ANSWER_SHARE)
         begins_by, ends_by = monotonic() + to_begin, monotonic() + seconds
-        while (run := await known.choose(workers, len(call.arguments), routing, begins_by)) is not None:
+        while (run := await choice.choose(workers, len(call.arguments), routing, begins_by)) is not None:
             try:
                 async with asyncio.timeout(ends_by - monotonic()):
-                    answer = await known.send(run, call, begins_by)
+                    answer = await choice.send(run, call, begins_by)
             except TimeoutError:
                 detail = f"worker {run.task} did not answer within {seconds:g} s; the method may go on there"
                 raise Problem("call-timeout", detail) from None
@@ -81,23 +82,23 @@ class CallRouter:
                     )
                     raise Problem("call-timeout", detail)
                 case NotBegun(reason):
-                    known.lose(run, reason)
+                    choice.lose(run, reason)
                 case MethodFailed():
                     raise _failed(run, call, answer)
                 case WorkerLost(reason):
-                    known.lose(run, reason)
+                    choice.lose(run, reason)
                     raise Problem("worker-lost", worker=run.task, attempt=run.fence, why=reason)
         states = ", ".join(f"{count} {state}" for state, count in states_of(workers, self._world).items())
-        states = (states or "none is left") + (f" ({known.refusal})" if known.refusal else "")
+        states = (states or "none is left") + (f" ({choice.refusal})" if choice.refusal else "")
         raise Problem("no-worker", set=workers.id, task=workers.id, states=states, seconds=f"{to_begin:g}")
 
-    def _drop_what_is_over(self) -> None:
+    def _drop_ended_sets(self) -> None:
         for name in [name for name in self._sets if name not in self._world.worker_sets]:
             self._sets.pop(name).close()
 
 
 def states_of(workers: WorkerSet, world: World) -> Mapping[str, int]:
-    """Count the workers by state. Those that are not wanted now count as `held`."""
+    """Return the number of workers in each state. Workers that are not wanted now count as `held`."""
     rows = (world.tasks.get(worker) for worker in workers.workers)
     return Counter(
         "held" if row.held and row.state is TaskState.PENDING else str(row.state)
@@ -113,7 +114,7 @@ def _failed(run: WorkerRun, call: WorkerCall, failure: MethodFailed) -> Problem:
 
 
 class WorkersOfSet:
-    """The workers of one set. Those that are RUNNING are asked whether they are ready, once per attempt."""
+    """The workers of one set. A worker that is RUNNING is asked whether it is ready, once per attempt."""
 
     def __init__(self, world: World, calls: WorkerCalls, waiters: Waiters, id: TaskId) -> None:
         self._world = world
@@ -124,19 +125,19 @@ class WorkersOfSet:
         self._ready: dict[TaskId, WorkerRun] = {}
         self._asked: dict[WorkerRun, asyncio.Task[None]] = {}
         self._open: Counter[WorkerRun] = Counter()
-        """Worker -> number of calls from here that it has not answered."""
+        """Worker -> the number of calls from this gateway that it has not answered."""
         self._open_bytes: Counter[WorkerRun] = Counter()
-        """Worker -> size of the arguments of these calls."""
+        """Worker -> the total size of the arguments of the calls that `_open` counts."""
         self._turn = 0
         self._came = asyncio.Event()
         self.refusal = ""
-        """The reason for which a worker that runs could not be reached last; empty once one is ready."""
+        """The reason why a call last failed to reach a running worker; empty once a worker is ready."""
 
     async def choose(
         self, workers: WorkerSet, size_bytes: int, routing: str, until: float
     ) -> WorkerRun | None:
-        """Return the worker that gets a call of this size; None if none is ready in time. Raises
-        Problem worker-queue-full and tenant-waits."""
+        """Return the worker that gets a call of this size; None if no worker is ready in time. Raises Problem
+        worker-queue-full or tenant-waits."""
         self._look()
         if not self._ready:
             with self._waiters.expect_for(workers.tenant, f"{workers.id} ready"):
@@ -158,7 +159,8 @@ class WorkersOfSet:
             self._look()
 
     async def send(self, run: WorkerRun, call: WorkerCall, begins_by: float) -> CallAnswer:
-        """Send the call, which counts until the worker has answered it, even if it is given up before."""
+        """Send the call to a worker, and return the answer. The call counts as open until the worker has
+        answered, even if the caller is cancelled before."""
         to_begin = Seconds(max(0.0, begins_by - monotonic()))
         answering = asyncio.ensure_future(self._calls.call(run, call, to_begin))
         size_bytes = len(call.arguments)
@@ -167,7 +169,7 @@ class WorkersOfSet:
         return await asyncio.shield(answering)
 
     def lose(self, run: WorkerRun, why: str) -> None:
-        """Ask it again before it gets another call."""
+        """Send the worker no more calls until it has answered again that it is ready."""
         self.refusal = why
         if self._ready.get(run.task) == run:
             del self._ready[run.task]
@@ -184,8 +186,8 @@ class WorkersOfSet:
             del self._open[run], self._open_bytes[run]
 
     def _least_busy(self, workers: WorkerSet, size_bytes: int, routing: str) -> WorkerRun:
-        """Return the next worker in turn; without `round_robin`, among those with the fewest calls from
-        here. Raises Problem worker-queue-full."""
+        """Return the next worker in turn. Unless `routing` is `round_robin`, only the workers with the fewest
+        open calls from this gateway take turns. Raises Problem worker-queue-full."""
         runs = list(self._ready.values())
         self._turn += 1
         start = self._turn % len(runs)
@@ -203,12 +205,12 @@ class WorkersOfSet:
         return free[0] if routing == "round_robin" else min(free, key=self._open.__getitem__)
 
     def _look(self) -> None:
-        """Learn which workers run, once after each change of the World."""
+        """Read from the World which workers run, once after each change of the World."""
         if self._seen == self._world.position:
             return
         self._seen = self._world.position
-        known = self._world.worker_sets.get(self._id)
-        rows = (self._world.tasks.get(worker) for worker in (known.workers if known else ()))
+        current = self._world.worker_sets.get(self._id)
+        rows = (self._world.tasks.get(worker) for worker in (current.workers if current else ()))
         runs = [
             WorkerRun(row.node, row.id, row.fence)
             for row in rows
@@ -226,7 +228,7 @@ class WorkersOfSet:
             match await self._calls.call(run, IS_READY, READY_SECONDS):
                 case Called():
                     self._ready[run.task] = run
-                    # The next look puts it into the set's order, which must not change between two turns.
+                    # The next `_look` puts the worker into the order of the set: the order of turns is fixed.
                     self._seen = None
                     self.refusal = ""
                     self._came.set()

@@ -42,7 +42,8 @@ resource = Resource("worker sets")
 
 
 class ChangeWorkerSet(Body):
-    """Changes of a worker set; give at least one. With `scale`, the set goes on from `count` workers."""
+    """Changes of a worker set; give at least one. A set with `scale` continues to scale from `count`
+    workers."""
 
     count: Annotated[int, Field(ge=0)] | None = None
     min_count: Annotated[int, Field(ge=0)] | None = None
@@ -71,7 +72,7 @@ async def submit_worker_set(
     """Keep `count` workers running, each with an object of a class, and call their methods.
 
     Workers are ordinary tasks: each holds its own leases, is preempted, moved and explained like every task,
-    and is restarted with growing pauses after it failed.
+    and is restarted after a failure, with growing pauses.
     """
     submissions, caller = parts.submissions, call.identity
 
@@ -82,8 +83,8 @@ async def submit_worker_set(
         worker = submission_of(with_roles(body, submissions.defaults), caller.tenant)
         named = dict(objects_in_run(worker.spec))
         for name, role in body.colocate_with.items():
-            found = objects_in_arguments(arguments_of(role.run))
-            named |= {f"/colocate_with/{name}{place}": id for place, id in found.items()}
+            of_role = objects_in_arguments(arguments_of(role.run))
+            named |= {f"/colocate_with/{name}{place}": id for place, id in of_role.items()}
         return await new_worker_set(submissions, caller, body, worker, named)
 
     first_worker, is_new = await submissions.batch_once(call, idempotency_key, "worker set", new)
@@ -113,7 +114,8 @@ class WorkerSetQuery(PageQuery):
 async def list_worker_sets(
     caller: Caller, parts: Parts, query: Annotated[WorkerSetQuery, Query()]
 ) -> Response:
-    """List the worker sets that are not over, of the token's tenant, or of all for an administrator."""
+    """List the worker sets that are not over, of your tenant, or with the scope admin those of all
+    tenants."""
     parts.freshness.moment()
     visible = [workers for workers in parts.world.worker_sets.values() if caller.may_see(workers.tenant)]
     limit = parts.submissions.records.page_items
@@ -139,7 +141,7 @@ async def get_worker_set(caller: Caller, parts: Parts, set_id: str) -> Response:
 async def scale_worker_set(
     caller: Caller, parts: Parts, set_id: str, body: JsonBody[ChangeWorkerSet]
 ) -> Response:
-    """Change how many workers are wanted. Workers that leave finish their calls within their grace period."""
+    """Change how many workers are wanted. Removed workers finish their calls within their grace period."""
     workers = await find_to_change(caller, parts, set_id, "worker_set.scale")
     given = {"least": body.min_count, "count": body.count, "most": body.max_count}
     fields = {name: number for name, number in given.items() if number is not None}
@@ -155,7 +157,7 @@ async def scale_worker_set(
         detail = NEEDS_ONE
     if detail:
         raise invalid(Fault(pointer="", detail=detail, code="contradiction"))
-    # Only what was given: the set may have changed since this process last read it.
+    # Only the requested fields are sent, because the set may have changed since this process read it.
     done = await parts.requests.ask(workers.id, workers.tenant, "scale", fields)
     return answer(_shown(await _find(caller, parts, set_id), parts.world), 200 if done else 202)
 
@@ -169,7 +171,7 @@ async def scale_worker_set(
     accepted=STORED,
 )
 async def post_signal(caller: Caller, parts: Parts, set_id: str, body: JsonBody[PostSignal]) -> Response:
-    """Tell a set that scales by `signal` the number that its workers follow. It holds until the next one."""
+    """Post the signal of a set that scales by `signal`. The value holds until the next one is posted."""
     workers = await find_to_change(caller, parts, set_id, "worker_set.signal")
     if workers.scaling is None or workers.scaling.by != "signal":
         detail = "this set does not scale by a signal; form it with scale {by: signal, target: ...}"
@@ -187,7 +189,7 @@ async def post_signal(caller: Caller, parts: Parts, set_id: str, body: JsonBody[
     accepted=STORED,
 )
 async def end_worker_set(caller: Caller, parts: Parts, set_id: str) -> Response:
-    """End a set: its workers are cancelled, and it is over when all are gone."""
+    """End a worker set: its workers are cancelled, and the set is over when all have ended."""
     workers = await find_to_change(caller, parts, set_id, "worker_set.end")
     states = await parts.submissions.store.states(workers.workers)
     left = [worker for worker, stored in states.items() if not stored.state.is_terminal]
@@ -228,21 +230,23 @@ def _shown(workers: WorkerSet, world: World) -> Shown:
 
 
 async def _find(caller: Caller, parts: Parts, set_id: str) -> WorkerSet:
-    """Return a worker set, by its id or that of any of its workers. Raises Problem not-found, also for one
-    that the token may not see."""
+    """Return the worker set with this id, or the one that has a worker with this id. Raises Problem not-found
+    if there is none that the token may see."""
     workers = parts.world.worker_sets.of(TaskId(set_id))
     if workers is None and is_task_id(set_id):
         record = await parts.submissions.store.record(TaskId(set_id))
         seat = None if record is None else record.spec.seat
         text = await parts.submissions.store.batch_answer(TaskId(set_id) if seat is None else seat.id)
-        kept = json.loads(text) if text else {}
-        workers = worker_set_from(kept["worker_set"]) if "worker_set" in kept else None
+        stored = json.loads(text) if text else {}
+        workers = worker_set_from(stored["worker_set"]) if "worker_set" in stored else None
     if workers is None or not caller.may_see(workers.tenant):
         raise Problem("not-found", f'there is no worker set "{set_id[:100]}"')
     return workers
 
 
 async def find_to_change(caller: Caller, parts: Parts, set_id: str, action: str) -> WorkerSet:
+    """Return a worker set as `_find` does. If it belongs to another tenant, `action` is written to the audit
+    log."""
     workers = await _find(caller, parts, set_id)
     if workers.tenant != caller.tenant:
         about = {"tenant": workers.tenant, "action": action, "subject": workers.id}

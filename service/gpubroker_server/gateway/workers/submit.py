@@ -1,4 +1,4 @@
-"""The submit of a worker set: its body, and the tasks and the request to the leader that are made of it."""
+"""The submit of a worker set: its body, its checks, and the tasks and the request to the leader to store."""
 
 import json
 from collections.abc import Mapping
@@ -152,7 +152,8 @@ class SubmitWorkerSet(SubmitTask):
 
 
 def check_worker(body: SubmitWorkerSet) -> None:
-    """Refuse fields of tasks that a worker of a set cannot have. Raises Problem."""
+    """Check that the body has no fields that a worker of a set cannot have. Raises Problem
+    validation-failed."""
     faults = []
     if isinstance(body.run, Command):
         detail = "a program has no methods to call; name a class (entrypoint), or pickle one (function)"
@@ -184,7 +185,8 @@ def check_worker(body: SubmitWorkerSet) -> None:
 
 
 def check_roles(body: SubmitWorkerSet, identity: Identity, policy: AdmissionPolicy) -> None:
-    """Refuse roles that the token or the operator does not allow, and unknown profiles. Raises Problem."""
+    """Check the roles and profiles of the body. Raises Problem for a role that the token or the operator does
+    not allow, and for an unknown profile."""
     for role in body.colocate_with.values():
         spec = RunSpec(role.run.tag, role.run.entrypoint)
         refuse(policy.permissions.check_run(identity, spec))
@@ -201,8 +203,8 @@ def check_roles(body: SubmitWorkerSet, identity: Identity, policy: AdmissionPoli
 
 
 def with_roles(body: SubmitWorkerSet, defaults: Defaults) -> SubmitWorkerSet:
-    """Return the body with its own role and those of `colocate_with` as the roles in its resources, so that
-    each worker asks for the maximum of each size."""
+    """Return the body with its own role and the roles of `colocate_with` as the roles in its resources, so
+    that each worker asks for the maximum of each size over the roles."""
     if not body.colocate_with:
         return body
     own_resources = body.resources.model_dump(include={*_SIZE_FIELDS, "custom"})
@@ -218,7 +220,8 @@ def with_roles(body: SubmitWorkerSet, defaults: Defaults) -> SubmitWorkerSet:
 
 
 def _sized(given: dict[str, Any], usual: NamedDefaults) -> Role:
-    """Return the role of these sizes. Sizes that it does not state are those of its profile, `usual`."""
+    """Return a role with the sizes in `given`. Sizes that are missing there come from the profile,
+    `usual`."""
     mentions_gpus = any(given[name] is not None for name in ("gpus", "gpu_mb", "gpu_fraction"))
     if not mentions_gpus:
         gpu_mb = usual.gpu_mb if isinstance(usual.gpu_mb, int) else None
@@ -234,8 +237,9 @@ async def new_worker_set(
     worker: Submission,
     named: Mapping[str, str],
 ) -> BatchSubmission:
-    """Admit the workers and return what is stored of them. `named`: place in the run -> id of the object that
-    is opened there. All tasks are held until the leader has formed the set. Raises Problem."""
+    """Return the admitted tasks of a worker set, with the request to form it. `named` maps a place in the run
+    to the id of the object that is opened there. All tasks are held until the leader has formed the set.
+    Raises Problem if a worker is refused."""
     least, most = body.bounds
     now = submissions.clock.now()
     ids = submissions.ids.tasks(now, most)
@@ -263,8 +267,8 @@ async def new_worker_set(
 
 
 def _seat(body: SubmitWorkerSet, worker: Submission, workers: WorkerSet) -> Submission:
-    """Return the submission of each worker of the set. Raises Problem if its roles are too long for the
-    environment variable that passes them to its process."""
+    """Return the submission that each worker of the set has. Raises Problem if the roles are too long for the
+    environment variable that passes them to the worker's process."""
     seat = SeatTerms(
         id=workers.id,
         max_concurrency=workers.max_concurrency,
@@ -275,7 +279,8 @@ def _seat(body: SubmitWorkerSet, worker: Submission, workers: WorkerSet) -> Subm
     labels = {**worker.spec.labels, WORKER_SET_LABEL: workers.id}
     spec = replace(worker.spec, seat=seat, labels=labels)
     size_bytes = len(told_variables(spec)[WORKER_SET_VARIABLE])
-    if size_bytes > ENV_BYTES:  # children of the worker inherit it, and the kernel takes 128 KiB a variable
+    # The kernel takes at most 128 KiB per variable, and children of the worker inherit the variable.
+    if size_bytes > ENV_BYTES:
         detail = f"the roles and their arguments have {size_bytes} bytes of JSON, and may have {ENV_BYTES}"
         remedy = "; upload large arguments, and name the objects"
         raise invalid(Fault(pointer="/colocate_with", detail=detail + remedy, code="too-long"))
