@@ -28,11 +28,11 @@ class Described(Struct, frozen=True):
     """The facts about a model before it is loaded, for a first estimate of its size."""
 
     file_bytes: int | None = None
-    """Size of the model's files in the repository; None where they cannot be seen."""
+    """The size of the model's files in the repository in bytes; None where the files cannot be seen."""
     steps: tuple[str, ...] = ()
     """The models that are loaded with this one, if it is an ensemble."""
     versions: tuple[str, ...] = ()
-    """The versions that would be loaded, in the order that an index has; empty where they cannot be seen."""
+    """The versions that would be loaded, in the order of an index; empty where they cannot be seen."""
     revision: str = ""
     """A text that changes with the model's files; empty where they cannot be seen."""
     on_cpu: bool = False
@@ -76,7 +76,7 @@ class ModelHost(Protocol):
 
     @property
     def address(self) -> str:
-        """The address that is the same for every name of this server."""
+        """An address that identifies the server, whatever name the settings use for it."""
 
     async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
         """Load the model and return when it is ready; return at once if it is ready already. `devices`: the
