@@ -1,4 +1,4 @@
-"""Reads of the store. They have connections of their own and never wait for the writer."""
+"""The reads of the store. They use their own connections and never wait for the writer."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,7 +62,7 @@ _LEASE = tuple(tables.lease.c[field.name] for field in fields(Lease) if field.na
 _PLEDGE = tuple(tables.pledge.c[field.name] for field in fields(Pledge))
 _DEVICE = tuple(tables.device.c[field.name] for field in fields(Device))
 _lease = tables.lease
-# The tenant is also in the row of the task, which is joined.
+# The tenant is left out because it is also in the row of the task, which is joined.
 _SPEC = tuple(column for column in _spec.c if column.name != "tenant")
 ESTIMATE = tuple(tables.estimate.c[name] for name in ("tenant", "subject", "kind", "what", "counts"))
 _ESTIMATES = select(*ESTIMATE).order_by(tables.estimate.c.learned_at)
@@ -86,8 +86,8 @@ _RECORDS = (
     .join(_spec, _spec.c.task == _chosen.c.id)
     .outerjoin(_outcome, and_(_outcome.c.task == _chosen.c.id, _outcome.c.fence == _newest))
 )
-"""The chosen tasks are named by their ids: building a subquery of whole rows leaves hundreds of cyclic
-objects."""
+"""Selects records of chosen tasks. A query chooses tasks by their ids, because building a subquery of whole
+rows leaves hundreds of objects in reference cycles."""
 _ONE_RECORD = _RECORDS.where(_chosen.c.id == bindparam("task"))
 _RESULT = {"format": "result_format", "data": "result", "digest": "result_digest"}
 _NEWEST_OUTCOME = (
@@ -231,8 +231,8 @@ class SqlReads(SqlPart):
         return [value_of_row(TokenRow, row) for row in await self._rows(_TOKENS)]
 
     async def blobs(self) -> str | None:
-        """Return the name of the directory of objects that belongs to this database; None before the first
-        claim."""
+        """Return the name of the directory of objects that belongs to this database; None if no directory was
+        claimed yet."""
         found: str | None = await self._readers.run(_scalar, select(installation.c.blobs))
         return found
 
@@ -251,7 +251,7 @@ def _scalar(connection: Connection, query: Executable) -> Any:
 
 
 def listing(wanted: TaskFilter) -> Select[Any]:
-    """Return the query of the tasks that match, in order."""
+    """Return the query of the records of the tasks that match, in order."""
     return _RECORDS.where(_chosen.c.id.in_(_matching(wanted))).order_by(*_order(_chosen, wanted))
 
 
@@ -279,7 +279,9 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
     if wanted.kind == EXTERNAL:
         query = query.where(_task.c.external.isnot(None))  # This is the condition of the partial index.
     elif wanted.kind is None:
-        query = query.where(_task.c.home.is_(None))  # holders of models are listed only if they are asked for
+        query = query.where(
+            _task.c.home.is_(None)
+        )  # Holders of models are listed only if they are asked for.
     else:
         query = query.where(_has_spec(_spec.c.kind == wanted.kind))
     if wanted.quarantined is not None:
@@ -297,13 +299,14 @@ def _has_spec(such: ColumnElement[bool]) -> ColumnElement[bool]:
 
 
 def _within(value: Column[Any], start: Any, end: Any) -> list[ColumnElement[bool]]:
-    """Return the conditions for a value from the start on, and before the end."""
+    """Return the conditions that the value is not before `start`, and before `end`; None stands for no
+    bound."""
     return [*([] if start is None else [value >= start]), *([] if end is None else [value < end])]
 
 
 def _in_states(states: Sequence[TaskState]) -> list[Any]:
-    """Return the conditions for these states. If all states are terminal or none is, the conditions name the
-    half, so that its partial index is used."""
+    """Return the conditions for these states. If all states are terminal or none is, a condition on
+    `finished` makes the database use the partial index of such tasks."""
     names, ended = [state.value for state in states], {state in TERMINAL for state in states}
     if ended == {True}:
         return [_task.c.finished, _task.c.ended_as.in_(names)]
@@ -338,8 +341,8 @@ def leader(connection: Connection) -> LeaderRow:
 
 
 def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
-    """Read what a World begins with. `begin`: SQL that begins a transaction in which all reads see one state,
-    so that the events after `position` are exactly those that the rows lack."""
+    """Return the rows from which a World is built. `begin` is SQL that begins a transaction in which all
+    reads see one state, so that the events after `position` are exactly the ones that the rows lack."""
     connection.exec_driver_sql(begin)
     finished, device = tables.finished, tables.device
     holders = select(_lease.c.holder).where(~_lease.c.released)
@@ -380,8 +383,8 @@ def now(connection: Connection) -> Instant:
 
 
 def _held_back(connection: Connection) -> HeldBack | None:
-    """Return how long transactions of others have held the database's cleanup back, and how many transactions
-    replication slots hold back, whose times are unknown. Returns None for SQLite."""
+    """Return for how long transactions of other clients have held back the database's cleanup, and how many
+    transactions replication slots hold back, whose times are unknown. Returns None for SQLite."""
     if connection.dialect.name == "sqlite":
         return None
     [(seconds, transactions)] = connection.exec_driver_sql(_HELD_BACK).fetchall()
@@ -412,7 +415,7 @@ class SqlItemPages(SqlPart):
 
 
 def counts_of(array: TaskId) -> Select[Any]:
-    """Return the query of the sums over all pages of the array. An index covers the query, so no page is
+    """Return the query of the sums over all pages of the array. An index covers the query, so that no page is
     read."""
     return select(*_PAGE_SUMS).where(_page.array == array)
 
@@ -423,12 +426,12 @@ def _item_counts(connection: Connection, array: TaskId) -> ItemCounts:
 
 
 def _items_done(connection: Connection, array: TaskId) -> Sequence[ItemRange]:
-    found = connection.execute(select(_page.first, _behind).where(_page.array == array))
-    return [(first, behind) for first, behind in found]
+    ranges = connection.execute(select(_page.first, _behind).where(_page.array == array))
+    return [(first, behind) for first, behind in ranges]
 
 
 def pages_of(wanted: PageFilter) -> Select[Any]:
-    """Return the query of the pages, in order. An index leads to the first of them."""
+    """Return the query of the pages, in order. The query finds the first page by an index."""
     whose = _page.array == wanted.array
     query = select(tables.item_page).where(whose).limit(wanted.limit)
     if wanted.by_commit:

@@ -39,8 +39,8 @@ from gpubroker_server.adapters.sql.system_tables import MoveStage, leadership
 
 
 def move_data(source: str, target: str, report: Report) -> None:
-    """Copy a file to a server. Raises DatabaseRefused, and then the file is served as before, unless the text
-    says that it has been moved."""
+    """Move the data of a file to a server. Raises DatabaseRefused. After that the file may be served as
+    before, unless the message says that it has been moved."""
     if is_file(target, "--to") or not is_file(source, "--from, or database_url,"):
         raise DatabaseRefused(
             "data moves from a file to a server: --from sqlite:///path --to postgresql://user@host/name"
