@@ -80,7 +80,7 @@ class LaneEntry:
 
     def __init__(self, lanes: "Lanes", lane: ModelLane, tenant: str, capped: int | None, now: float) -> None:
         """`capped` is the priority that the request gets instead of a higher one that it asked for; None if
-        it got what it asked for."""
+        it did not ask for a higher one."""
         self.waited_seconds: float | None = None
         """The time for which the request waited; None if it did not wait or still waits."""
         self._capped = capped

@@ -610,7 +610,7 @@ def _asked(gpus: int, gpu_mb: Mib | None, where: PlacementConstraints) -> Asked:
 
 
 def _is_unchanged(before: Task, now: Task | None) -> bool:
-    """Return True if the model is in memory as before: its holder is neither under notice nor another
-    load."""
+    """Return True if the model is in memory as before: its holder is not under notice, and the model was not
+    loaded again."""
     is_there = now is not None and now.state is TaskState.RUNNING
     return is_there and now is not None and (now.id, now.fence) == (before.id, before.fence)

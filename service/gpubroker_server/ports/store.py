@@ -239,8 +239,8 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
         expired."""
 
     async def batch_answer(self, first: TaskId) -> str:
-        """Return the stored answer to the batch that begins with this task, or the terms of the answer; empty
-        if there is none."""
+        """Return the stored answer to the batch that begins with this task, or the terms of the array or
+        worker set that begins with it; empty if nothing is stored."""
 
     async def request(self, *requests: Request) -> None:
         """Store requests of clients in one commit; the leader reads them from the log. Raises Unstorable."""

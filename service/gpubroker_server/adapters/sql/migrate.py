@@ -30,7 +30,7 @@ and reads the revision. So either this query sees its session, or the process fi
 
 
 def migrate_to(engine: Engine, revision: str, name: str, *, drop_everything: bool) -> str:
-    """Do the work of `database.bring_to`, if there is any."""
+    """Migrate up or down to a revision, and return the revision that is reached. Raises DatabaseRefused."""
     try:
         with engine.begin() as connection:
             if connection.dialect.name == "postgresql":

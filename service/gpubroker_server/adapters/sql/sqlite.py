@@ -185,8 +185,8 @@ def _check_header(path: Path) -> None:
     with _refusing(path):
         header = b""
         if path.exists():
-            # The file is opened for writing, too: SQLite would open a read-only file and fail only at the first
-            # commit.
+            # The file is opened for writing, too: SQLite would open a read-only file, and fail only at the
+            # first commit.
             with path.open("r+b") as file:
                 header = file.read(100)
     if not header:

@@ -293,8 +293,8 @@ class _Turn:
         self._has_ended = False
         """True once the client has no more messages."""
         self._owed = 0
-        """The number of messages minus the number of answers. Negative if the model has answered a message
-        more than once."""
+        """The number of messages without an answer, if each message gets one. Negative after surplus
+        answers."""
         self._active_at = asyncio.get_running_loop().time()
         server.in_flight += 1
 
