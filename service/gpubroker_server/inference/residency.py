@@ -206,8 +206,8 @@ class Residency:
 
     def priority_of(self, model: str) -> int:
         """Return the priority of requests to the model that state none."""
-        own = self.rules_of(model).priority
-        return self.rules.priority if own is None else own
+        model_priority = self.rules_of(model).priority
+        return self.rules.priority if model_priority is None else model_priority
 
     def rules_of(self, model: str) -> ModelRules:
         return self.rules.models.get(model, ModelRules())
@@ -282,7 +282,7 @@ class Residency:
         parts = self._parts
         now = parts.clock.now()
         request = Request(parts.ids.request(now), task.id, task.tenant, what, fields, now)
-        # The answer is expected before the write, so that one that comes at once is not missed.
+        # The answer is expected before the write, so that an immediate answer is not missed.
         with parts.waiters.expect(request.id) as done:
             await parts.store.request(request)
             return await done.within(parts.settle_seconds)
@@ -304,7 +304,7 @@ class Residency:
         task = await self.want(model, priority)
         was_leaving = False
         while True:
-            # The move is expected before the state is read, so that one in between is not missed.
+            # The move is expected before the state is read, so that no move in between is missed.
             with self._parts.waiters.expect(moves_of(task.id)) as moved:
                 now = self._parts.clock.now()
                 holder = self._parts.world.tasks.get(task.id) or await self._row(task)
@@ -452,7 +452,7 @@ class Residency:
         for task in self.holders():
             if task.state is TaskState.PENDING and not task.held:
                 asked, _, _ = await self.demand_of(task.name)
-                # An ensemble's size may be that of its steps.
+                # An ensemble without a size of its own has the sum of its steps' sizes.
                 sizes = (self.rules_of(name).gpu_mb for name in (task.name, *model_of(task).steps))
                 is_given = any(size_mb is not None for size_mb in sizes)
                 if not _asks_for(task, asked, same_size=is_given):
@@ -532,9 +532,9 @@ class Residency:
                 raise Problem("model-not-loaded", detail) from None
             described = Described()
         size_mb, sized = await self._size_of(model, described, {device.kind for device in server_devices})
-        seen = described.seen or [device.uuid for device in server_devices]
-        gpus = max(1, len(seen)) if is_there else self.rules_of(model).gpus
-        if size_mb and (fault := gpus_fault(rules.name, seen, gpus)):
+        uuids = described.seen or [device.uuid for device in server_devices]
+        gpus = max(1, len(uuids)) if is_there else self.rules_of(model).gpus
+        if size_mb and (fault := gpus_fault(rules.name, uuids, gpus)):
             raise Problem("no-matching-device", f"model {model[:100]} cannot be loaded: {fault}")
         where = self._where(described.seen or rules.devices)
         return _asked(gpus if size_mb else 0, size_mb or None, where), described, sized

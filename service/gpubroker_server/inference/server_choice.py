@@ -81,9 +81,9 @@ class Residencies:
         try:
             residency, _ = await self.want(model, priority)
             cold_seconds = residency.rules.cold_seconds
-            own = cold_seconds if seconds is None else min(seconds, cold_seconds)
+            most_seconds = cold_seconds if seconds is None else min(seconds, cold_seconds)
             # The time that storing the holder took is part of the wait.
-            left_seconds = Seconds(began + own - self.parts.clock.now())
+            left_seconds = Seconds(began + most_seconds - self.parts.clock.now())
             elsewhere = partial(self._can_answer, model, besides=residency)
             await residency.ready(model, priority, left_seconds, unless=elsewhere)
         except UnknownModel:

@@ -159,8 +159,8 @@ class Server:
         if self.contents is not None:
             known, ready = self.contents
             prefix = model + b"/"
-            left = frozenset(key for key in ready if key != model and not key.startswith(prefix))
-            self.contents = Contents(known, left)
+            ready_now = frozenset(key for key in ready if key != model and not key.startswith(prefix))
+            self.contents = Contents(known, ready_now)
 
     async def check(self, endpoint: Endpoint, within_seconds: Seconds) -> None:
         """Check that the server answers at the endpoint as it should. Raises NotFetched."""
@@ -257,13 +257,13 @@ class Fleet:
         if len(able) == 1:
             return None if tried else able[0]
         having = self._having(able, target) if target.model else []
-        left = [server for server in having or able if server not in tried]
-        up = [server for server in left if not server.endpoint(over_grpc).breaker.is_open]
+        untried = [server for server in having or able if server not in tried]
+        up = [server for server in untried if not server.endpoint(over_grpc).breaker.is_open]
         if having and up:
             return before if before in up else self._least_busy(up)
         if up:
             return up[0]
-        return left[0] if left and not tried else None
+        return untried[0] if untried and not tried else None
 
     def another_has(self, target: Target, tried: Collection[Server], *, over_grpc: bool) -> bool:
         """Return True if a server that was not `tried` has the model in memory and answers."""

@@ -75,9 +75,9 @@ class SlotLeases:
 
     async def _claim(self, claim: Claim) -> bool:
         """Write the claim. Returns True if it was written before the previous one ended."""
-        left = self._lanes.limits_end_at - self._lanes.now()
+        seconds_left = self._lanes.limits_end_at - self._lanes.now()
         try:
-            async with asyncio.timeout(left if 0 < left < inf else None):
+            async with asyncio.timeout(seconds_left if 0 < seconds_left < inf else None):
                 await self._store.claim_slots(claim)
         except (TimeoutError, StoreUnavailable):
             return False
@@ -89,5 +89,5 @@ class SlotLeases:
 
     def _given_by(self, leader: LeaderSeen) -> dict[str, int]:
         shares = leader.slots or {}
-        given = {model: shares.get(model, {}).get(self._name) for model in self._slots}
-        return {model: share for model, share in given.items() if share is not None}
+        own_shares = {model: shares.get(model, {}).get(self._name) for model in self._slots}
+        return {model: share for model, share in own_shares.items() if share is not None}

@@ -19,7 +19,8 @@ class NoDevices(Exception):
     """Raised if the machine shows no GPU now. The text tells the operator why."""
 
     def __init__(self, why: str, *, is_proven: bool) -> None:
-        """`is_proven`: True if the driver itself says that the machine has no GPU, so that none is in use."""
+        """`is_proven` is True if the driver itself says that the machine has no GPU, so that none is in
+        use."""
         super().__init__(why)
         self.is_proven = is_proven
 
@@ -42,8 +43,8 @@ class DeviceProbe(Protocol):
         """Measure the devices, and return one entry per device. `holders` maps the key of a run (`mark_of`)
         to its processes. Only one call is made at a time, and a call may hang.
 
-        Raises DeviceLost, NoDevices, DevicesFound, and whatever the driver raises if it cannot say which
-        devices there are.
+        Raises DeviceLost, NoDevices, DevicesFound, and whatever the driver raises if it cannot list the
+        devices.
         """
 
 

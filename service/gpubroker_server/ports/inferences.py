@@ -41,8 +41,8 @@ class Batching(Struct, frozen=True):
 
 
 ReadObject = Callable[[str, int], AsyncIterator[bytes]]
-"""Yields the bytes of the object with this digest and this size in bytes, in parts. Raises InferenceFailed if
-the object is gone."""
+"""Function that yields the bytes of the object with this digest and size, in parts. The size is in bytes.
+Raises InferenceFailed if the object is gone."""
 
 
 class InferenceClient(Protocol):

@@ -57,7 +57,7 @@ class HostFault(StrEnum):
     NOT_ALLOWED = "not_allowed"
     """The server does not load on request: it runs without `--model-control-mode=explicit`."""
     OTHER_GPUS = "other_gpus"
-    """The server sees other GPUs than those of the model's lease; nothing was loaded."""
+    """The server sees other GPUs than the ones of the model's lease; nothing was loaded."""
 
 
 class HostRefused(Exception):
@@ -79,8 +79,8 @@ class ModelHost(Protocol):
         """An address that identifies the server, whatever name the settings use for it."""
 
     async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
-        """Load the model and return when it is ready; return at once if it is ready already. `devices`: the
-        devices of the model's lease, which must be exactly the GPUs that the server sees."""
+        """Load the model and return when it is ready; return at once if it is ready already. `devices` are
+        the devices of the model's lease, which must be exactly the GPUs that the server sees."""
 
     async def unload(self, model: str, within_seconds: Seconds) -> None:
         """Unload the model, and with an ensemble its steps. Return when the server has accepted the call,
@@ -110,8 +110,8 @@ class ModelHost(Protocol):
         """Send a loaded model a request whose values are zeros. Raises HostRefused FAILED with the model's
         error message.
 
-        `rows` is 0 for a model whose requests have no batch dimension. `shapes`: input -> its shape without
-        rows. An input that is not in `shapes` has the shape of the model's metadata, with 1 for each
+        `rows` is 0 for a model whose requests have no batch dimension. `shapes` maps an input to its shape
+        without rows. An input that is not in `shapes` has the shape of the model's metadata, with 1 for each
         dimension that may have any length.
         """
 

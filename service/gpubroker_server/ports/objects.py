@@ -52,7 +52,8 @@ class ObjectRows(Protocol):
     async def stored_objects(
         self, tenant: str, now: Instant, order: ObjectOrder, *, after: SortKey = (), limit: int
     ) -> Sequence[StoredObject]:
-        """Return objects that have not expired. `after`: the key of the last object of the page before."""
+        """Return objects that have not expired. `after` is the key of the last object of the previous
+        page."""
 
     async def counted_objects(self, tenant: str, now: Instant) -> Counted: ...
 

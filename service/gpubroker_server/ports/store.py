@@ -172,11 +172,11 @@ class TaskFilter(Struct, frozen=True):
     kind: str | None = None
     """One of entrypoint, command, function, inference, external and model; None for all kinds but model."""
     quarantined: bool | None = None
-    """True selects ended tasks whose memory still counts as used, and False the other ended tasks."""
+    """Of the ended tasks, True selects those whose memory still counts as used, and False the others."""
     sort: TaskSort = TaskSort.SUBMITTED
     descending: bool = True
     after: SortKey = ()
-    """The key of the last task of the page before."""
+    """The key of the last task of the previous page."""
     limit: int = 100
 
 
@@ -211,10 +211,10 @@ class Snapshot(Struct, frozen=True):
 
 
 ReadTicks = Callable[[], MonotonicSeconds]
-"""Returns the time of this machine's boot clock in seconds."""
+"""Function that returns the time of this machine's boot clock in seconds."""
 
 EventListener = Callable[[Sequence[Event]], None]
-"""Receives events in the order of their positions. Called on the event loop."""
+"""Function that receives events in the order of their positions. It is called on the event loop."""
 
 
 class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Protocol):
@@ -312,7 +312,7 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
         """Return the checkpoints, the newest first."""
 
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
-        """Return those of the digests that a row names."""
+        """Return the digests among `digests` that a row names."""
 
     async def put_token(self, token: "TokenRow", *, by: str) -> bool:
         """Add a token. Returns False if the name exists. `by` is the name of the caller for the audit log."""
@@ -370,8 +370,8 @@ class BlobStore(Protocol):
     async def discard(self, upload: str) -> None: ...
 
     async def delete(self, digest: str) -> None:
-        """Delete an object. Its row must be deleted first. An object that another caller may have put as well
-        stays for now and is deleted later."""
+        """Delete an object. The row that names the object must be deleted first. An object that another
+        caller may have put as well stays for now and is deleted later."""
 
 
 class BlobTooLarge(Exception):

@@ -47,7 +47,7 @@ class BatchedPipeline(psycopg.Pipeline):
     def _fetch_gen(self, *, flush: bool) -> PQGen[None]:
         self._hand_over()
         # The socket may not have taken all bytes. Send the rest before an answer is awaited: the server
-        # waits for it, too.
+        # waits for the rest, too.
         yield from send(self.pgconn)
         yield from super()._fetch_gen(flush=flush)
 
@@ -71,7 +71,7 @@ _WRITER = {
     "statement_timeout": "10s",
     # The connection is kept even if nothing is written for a long time.
     "idle_session_timeout": "0",
-    # The server notices within seconds that our machine is gone, and releases its locks.
+    # The server notices within seconds that this machine is gone, and releases the session's locks.
     "tcp_keepalives_idle": "1",
     "tcp_keepalives_interval": "1",
     # Every statement finds its rows by key. A plan made while a table was small must not scan it later.
@@ -259,9 +259,9 @@ def check_waits_for_standby(url: str) -> None:
     except psycopg.Error as error:
         raise unusable(url, error) from None
     if not standbys or waits == "local":
-        found = "synchronous_commit is local" if standbys else "synchronous_standby_names is empty"
+        why = "synchronous_commit is local" if standbys else "synchronous_standby_names is empty"
         raise DatabaseRefused(
-            f"{SETTING} names {len(hosts)} hosts, but a commit waits for one of them alone ({found}): "
+            f"{SETTING} names {len(hosts)} hosts, but a commit waits for one of them alone ({why}): "
             "after a failover the last tasks that were accepted would be gone, with the results that came "
             "last, and their runs would be killed; set synchronous_standby_names on the server, or accept "
             "the loss with database_may_lose_commits: true"
@@ -286,9 +286,9 @@ def _telling_shortage() -> Iterator[None]:
     try:
         yield
     except psycopg.OperationalError as error:
-        said = str(error).strip().rpartition("FATAL:")[2].strip()
-        if any(words in said for words in _OUT_OF_CONNECTIONS):
-            raise StoreExhausted(f"out of database connections: {said}") from error
+        message = str(error).strip().rpartition("FATAL:")[2].strip()
+        if any(words in message for words in _OUT_OF_CONNECTIONS):
+            raise StoreExhausted(f"out of database connections: {message}") from error
         raise
 
 

@@ -131,12 +131,12 @@ def _begin_lineage(engine: Engine, name: str) -> Lineage:
 
 def set_next_lineage(connection: Connection, reason: str, **values: str) -> Lineage:
     """Begin a lineage under a new term. `values` are further columns of the leader's row."""
-    seen = leader(connection)
-    lineage = next_lineage(seen.lineage, seen.at)
+    row_before = leader(connection)
+    lineage = next_lineage(row_before.lineage, row_before.at)
     # The higher term refuses commits of an earlier leader. Without a lease the next leader need not wait.
     row = {"term": leadership.c.term + 1, "lease_until": 0.0, "lineage": lineage, **values}
     connection.execute(update(leadership).values(row))
-    about = {"at": seen.at, "tenant": "", "actor": "operator", "action": "lineage.begun"}
+    about = {"at": row_before.at, "tenant": "", "actor": "operator", "action": "lineage.begun"}
     connection.execute(insert(audit).values(**about, subject=str(lineage), reason=reason))
     return lineage
 
@@ -316,7 +316,7 @@ def _hold_all(readers: Engine, *others: Callable[[], Any]) -> None:
         if attempt.exception() is None:
             attempt.result().close()
     if faults:
-        # Of several faults the shortage is the one whose message names a remedy.
+        # Of several faults raise a shortage of connections, whose message names a remedy.
         raise next((fault for fault in faults if isinstance(fault, StoreExhausted)), faults[0])
 
 

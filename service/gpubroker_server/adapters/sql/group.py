@@ -340,7 +340,7 @@ def answer_known(session: Session, units: Sequence[Unit]) -> list[Unit]:
     ids = {row[0] for row in session.fetch(sql.known_ids, [(new.first,) for new in submitted_units])}
     models = [(new.home,) for new in submitted_units if new.home is not None]
     by_home = {row[0]: row[1] for row in session.fetch(sql.known_homes, models)} if models else {}
-    left: list[Unit] = []
+    unanswered: list[Unit] = []
     for unit in units:
         if isinstance(unit, NewTasks) and unit.key in by_key:
             unit.on_key_known(*by_key[unit.key])
@@ -349,5 +349,5 @@ def answer_known(session: Session, units: Sequence[Unit]) -> list[Unit]:
         elif isinstance(unit, NewTasks) and unit.home in by_home:
             unit.on_home_taken(by_home[unit.home])
         else:
-            left.append(unit)
-    return left
+            unanswered.append(unit)
+    return unanswered

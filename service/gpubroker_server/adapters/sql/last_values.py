@@ -177,12 +177,12 @@ def _published(connection: Connection, after: int) -> tuple[int, LastValues]:
 
 
 def _claims(connection: Connection) -> Sequence[Claim]:
-    found = [(gateway, from_json(value)) for gateway, value in connection.execute(_CLAIMS)]
-    return [Claim(gateway, value["at"], value["holds"], value["wants"]) for gateway, value in found]
+    values = [(gateway, from_json(value)) for gateway, value in connection.execute(_CLAIMS)]
+    return [Claim(gateway, value["at"], value["holds"], value["wants"]) for gateway, value in values]
 
 
 def _presences(connection: Connection) -> Sequence[Presence]:
-    found = [(gateway, from_json(value)) for gateway, value in connection.execute(_PRESENCES)]
+    values = [(gateway, from_json(value)) for gateway, value in connection.execute(_PRESENCES)]
     return [
         Presence(
             gateway,
@@ -191,5 +191,5 @@ def _presences(connection: Connection) -> Sequence[Presence]:
             frozenset(value.get("in_use", ())),
             frozenset(value.get("recent", ())),
         )
-        for gateway, value in found
+        for gateway, value in values
     ]

@@ -172,6 +172,6 @@ def _prune(_insert: Any, r: FromClause) -> Any:
     transaction may have extended it since the object was found."""
     now, other = select(r.c.at).scalar_subquery(), stored_object.alias("other")
     step: Any = literal_column(str(OBJECTS_PER_STEP))
-    some = select(other.c.tenant, other.c.digest).where(other.c.expires_at <= now).limit(step)
-    chosen = tuple_(*_KEY).in_(some.offset(literal_column("0")))
+    expired = select(other.c.tenant, other.c.digest).where(other.c.expires_at <= now).limit(step)
+    chosen = tuple_(*_KEY).in_(expired.offset(literal_column("0")))
     return delete(stored_object).where(chosen, _c.expires_at <= now).returning(_c.digest)

@@ -237,9 +237,9 @@ class PostgresSession:
                         f"term {term} was taken on the server {server}, and this is {self.server}, which may "
                         "lack the last commits; take a new term"
                     )
-        for statement, given, written in self._sent:
-            if 0 <= written.rowcount != given:
-                raise GuardMissed(statement, given, written.rowcount)
+        for statement, row_count, written in self._sent:
+            if 0 <= written.rowcount != row_count:
+                raise GuardMissed(statement, row_count, written.rowcount)
 
     def commit(self) -> None:
         try:

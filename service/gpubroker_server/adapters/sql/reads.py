@@ -157,12 +157,12 @@ class SqlReads(SqlPart):
     _begin_snapshot: str
 
     async def known_key(self, tenant: str, key: str) -> KnownKey | None:
-        found = await self._rows(_KNOWN_KEY, {"tenant": tenant, "idem_key": key})
-        return KnownKey(TaskId(found[0]["id"]), found[0]["body_hash"]) if found else None
+        stored = await self._rows(_KNOWN_KEY, {"tenant": tenant, "idem_key": key})
+        return KnownKey(TaskId(stored[0]["id"]), stored[0]["body_hash"]) if stored else None
 
     async def batch_answer(self, first: TaskId) -> str:
-        found = await self._rows(_BATCH_ANSWER, {"task": first})
-        return str(found[0]["answer"]) if found else ""
+        stored = await self._rows(_BATCH_ANSWER, {"task": first})
+        return str(stored[0]["answer"]) if stored else ""
 
     async def snapshot(self) -> Snapshot:
         at = await self.database_time()
@@ -173,15 +173,15 @@ class SqlReads(SqlPart):
     ) -> Sequence[Event]:
         wanted = {"after": after, "most": limit}
         if tasks is None:
-            found = await self._rows(_EVENTS, wanted)
+            rows_found = await self._rows(_EVENTS, wanted)
         else:
-            found = await self._rows(_EVENTS_OF_TASKS, {**wanted, "tasks": tasks})
-        return [rows.event_of_row(tuple(row.values())) for row in found]
+            rows_found = await self._rows(_EVENTS_OF_TASKS, {**wanted, "tasks": tasks})
+        return [rows.event_of_row(tuple(row.values())) for row in rows_found]
 
     async def moves(self, tasks: Sequence[TaskId]) -> Sequence[Event]:
         moved = select(*EVENT).where(tables.event.c.task.in_(tasks), tables.event.c.kind.in_(STATE_EVENTS))
-        found = await self._rows(moved.order_by(tables.event.c.position))
-        return [rows.event_of_row(tuple(row.values())) for row in found]
+        rows_found = await self._rows(moved.order_by(tables.event.c.position))
+        return [rows.event_of_row(tuple(row.values())) for row in rows_found]
 
     async def head(self) -> Position:
         return await self._readers.run(head)
@@ -197,29 +197,29 @@ class SqlReads(SqlPart):
         return [TaskId(row["id"]) for row in await self._rows(query)]
 
     async def stored_record(self, task: TaskId) -> TaskRecord | None:
-        found = await self._rows(_ONE_RECORD, {"task": task})
-        return _record_of(found[0]) if found else None
+        stored = await self._rows(_ONE_RECORD, {"task": task})
+        return _record_of(stored[0]) if stored else None
 
     async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, StoredState]:
         query = select(_task.c.id, _task.c.tenant, _task.c.state, _task.c.failed_by, _task.c.array)
-        found = await self._rows(query.where(_task.c.id.in_(tasks))) if tasks else ()
+        stored = await self._rows(query.where(_task.c.id.in_(tasks))) if tasks else ()
         return {
             TaskId(row["id"]): StoredState(
                 row["tenant"], TaskState(row["state"]), row["failed_by"], row["array"]
             )
-            for row in found
+            for row in stored
         }
 
     async def stored_specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
-        found = await self._rows(select(*_SPEC).where(_spec.c.task.in_(tasks)))
-        return {TaskId(row["task"]): with_told(value_of_row(RunSpec, row)) for row in found}
+        stored = await self._rows(select(*_SPEC).where(_spec.c.task.in_(tasks)))
+        return {TaskId(row["task"]): with_told(value_of_row(RunSpec, row)) for row in stored}
 
     async def pending_entrypoints(self) -> Mapping[str, int]:
         return {row["entrypoint"]: row["tasks"] for row in await self._rows(_PENDING_ENTRYPOINTS)}
 
     async def stored_result(self, task: TaskId) -> StoredResult | None:
-        found = await self._rows(_NEWEST_OUTCOME, {"task": task})
-        return StoredResult(**found[0] | {"failure": _failure_of(found[0])}) if found else None
+        stored = await self._rows(_NEWEST_OUTCOME, {"task": task})
+        return StoredResult(**stored[0] | {"failure": _failure_of(stored[0])}) if stored else None
 
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         return [StoredCheckpoint(**row) for row in await self._rows(_CHECKPOINTS, {"task": task})]
@@ -233,8 +233,8 @@ class SqlReads(SqlPart):
     async def blobs(self) -> str | None:
         """Return the name of the directory of objects that belongs to this database; None if no directory was
         claimed yet."""
-        found: str | None = await self._readers.run(_scalar, select(installation.c.blobs))
-        return found
+        directory: str | None = await self._readers.run(_scalar, select(installation.c.blobs))
+        return directory
 
     async def held_back(self) -> HeldBack | None:
         return await self._readers.run(_held_back)
@@ -272,8 +272,10 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
         query = query.where(_has_spec(_spec.c.model_type == wanted.model_type))
     if wanted.runs_after is not None:
         # A partial index is used only by queries that repeat its condition.
-        some = _task.c.after != literal_column("'[]'")
-        query = query.where(some, _task.c.after.contains(f'"{wanted.runs_after}"', autoescape=True))
+        has_predecessors = _task.c.after != literal_column("'[]'")
+        query = query.where(
+            has_predecessors, _task.c.after.contains(f'"{wanted.runs_after}"', autoescape=True)
+        )
     query = query.where(*_within(_task.c.submitted_at, wanted.submitted_from, wanted.submitted_before))
     query = query.where(*_within(_task.c.finished_at, wanted.finished_from, wanted.finished_before))
     if wanted.kind == EXTERNAL:
@@ -336,8 +338,8 @@ def lineage(connection: Connection) -> Lineage:
 
 
 def leader(connection: Connection) -> LeaderRow:
-    [(term, holder, until, at, of, server)] = connection.execute(_LEADER)
-    return LeaderRow(Term(term), holder, Instant(until), Instant(at), Lineage(of), server)
+    [(term, holder, until, at, lineage_number, server)] = connection.execute(_LEADER)
+    return LeaderRow(Term(term), holder, Instant(until), Instant(at), Lineage(lineage_number), server)
 
 
 def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:

@@ -102,7 +102,7 @@ def _env(spec: RunSpec) -> Row:
     return (json_text(variables) if variables else "{}",)
 
 
-# The columns are those of StoredTask, and their values are the task's own fields of the same names.
+# The columns are columns of StoredTask. Their values are the task's fields with the same names.
 _new_task = row_writer(StoredTask, sql.TASK_IN[2:-6], _holder_columns)
 _new_spec = row_writer(RunSpec, sql.SPEC_IN[4:-1], _env)
 

@@ -84,7 +84,7 @@ def _row(part: LogPart) -> tuple[Any, ...]:
 
 
 def _followed(connection: Connection) -> Sequence[FollowedLogs]:
-    found = [(gateway, from_json(value)) for gateway, value in connection.execute(_FOLLOWED)]
+    values = [(gateway, from_json(value)) for gateway, value in connection.execute(_FOLLOWED)]
     return [
         FollowedLogs(
             gateway,
@@ -94,13 +94,13 @@ def _followed(connection: Connection) -> Sequence[FollowedLogs]:
                 for task, fence, rank, stream, since in value["since"]
             },
         )
-        for gateway, value in found
+        for gateway, value in values
     ]
 
 
 def _parts(connection: Connection, log: LogName, after: int, most: int) -> Sequence[LogPart]:
-    found = connection.execute(PARTS, {**log._asdict(), "after": after, "most": most})
-    return [LogPart(log, *row[4:]) for row in found]
+    result = connection.execute(PARTS, {**log._asdict(), "after": after, "most": most})
+    return [LogPart(log, *row[4:]) for row in result]
 
 
 def _end(connection: Connection, log: LogName) -> tuple[int, Instant | None]:

@@ -95,7 +95,7 @@ class SetStatement:
     """Places of the columns that hold bytes."""
 
     def __post_init__(self) -> None:
-        # Plain strings: SQLAlchemy's class for the names of a Table's columns is slow as a key.
+        # The names are plain strings: SQLAlchemy's class for names of a Table's columns is slow as a key.
         object.__setattr__(self, "names", tuple(str(c.name) for c in self.columns))
         places = (place for place, c in enumerate(self.columns) if isinstance(c.type, LargeBinary))
         object.__setattr__(self, "binary", tuple(places))
@@ -129,8 +129,8 @@ def postgres_text(statement: SetStatement) -> str:
     """Return the SQL of the statement. Its one parameter `rows` takes the JSON that `postgres_rows`
     returns."""
     names: list[ColumnElement[Any]] = [column(c.name, c.type) for c in statement.columns]
-    given = func.json_to_recordset(bindparam("rows", type_=JSON()))
-    rows = given.table_valued(*names).render_derived(name="r", with_types=True)
+    records = func.json_to_recordset(bindparam("rows", type_=JSON()))
+    rows = records.table_valued(*names).render_derived(name="r", with_types=True)
     return str(statement.build(postgresql.insert, rows).compile(dialect=POSTGRES))
 
 

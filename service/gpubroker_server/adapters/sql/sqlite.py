@@ -51,11 +51,11 @@ SQLite takes 32,766 values in a statement: a thousand rows of 32 columns."""
 
 def sqlite_chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """Yield the rows in pieces whose lengths are in `_LENGTHS`."""
-    start, left = 0, len(rows)
-    while left:
-        length = next(length for length in _LENGTHS if length <= left)
+    start, rows_left = 0, len(rows)
+    while rows_left:
+        length = next(length for length in _LENGTHS if length <= rows_left)
         yield rows[start : start + length]
-        start, left = start + length, left - length
+        start, rows_left = start + length, rows_left - length
 
 
 @cache
@@ -194,9 +194,9 @@ def _check_header(path: Path) -> None:
     is_sqlite = header.startswith(_MAGIC)
     # SQLite's file format has the application id at byte 68, in big-endian order.
     if not is_sqlite or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
-        what = "the SQLite database of another program" if is_sqlite else "not a SQLite database"
+        kind = "the SQLite database of another program" if is_sqlite else "not a SQLite database"
         raise DatabaseRefused(
-            f"{path} is not a gpubroker database, it is {what}; "
+            f"{path} is not a gpubroker database, it is {kind}; "
             "name another file with database_url (or --database-url), or move it away"
         )
 
@@ -245,14 +245,14 @@ class SqliteSession:
             raise GuardMissed(statement, len(rows), written)
 
     def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Found:
-        found: list[Sequence[Any]] = []
+        rows_found: list[Sequence[Any]] = []
         for chunk in sqlite_chunks(rows):
-            found += self._execute(sqlite_text(statement, len(chunk)), list(chain.from_iterable(chunk)))
-        return found
+            rows_found += self._execute(sqlite_text(statement, len(chunk)), list(chain.from_iterable(chunk)))
+        return rows_found
 
     def fetch_later(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Found]:
-        found = self.fetch(statement, rows)
-        return lambda: found
+        rows_found = self.fetch(statement, rows)
+        return lambda: rows_found
 
     def require_term(self, term: Term) -> None:
         # BEGIN IMMEDIATE took the file's only write lock, so the term cannot change before the commit.
@@ -274,8 +274,10 @@ class SqliteSession:
                 self._connection.rollback()
 
     def has_event(self, event: Event) -> bool:
-        found = self._execute("SELECT kind, key, version, at FROM event WHERE position = ?", [event.position])
-        return found == [(event.kind, event.key, event.version, event.at)]
+        rows_found = self._execute(
+            "SELECT kind, key, version, at FROM event WHERE position = ?", [event.position]
+        )
+        return rows_found == [(event.kind, event.key, event.version, event.at)]
 
     def now(self) -> Instant:
         return self._clock.now()

@@ -50,7 +50,7 @@ class OnConflict(Enum):
 def insert_given(insert: Any, table: Table, r: FromClause, names: Sequence[str] | None = None) -> Any:
     """Return the INSERT of the rows of `r` into the table."""
     names = names or [column.name for column in table.c]
-    # Without a WHERE, SQLite reads the ON of a following ON CONFLICT as that of a join.
+    # Without a WHERE, SQLite reads the ON of a following ON CONFLICT as the ON of a join.
     return insert(table).from_select(names, select(*(r.c[name] for name in names)).where(true()))
 
 

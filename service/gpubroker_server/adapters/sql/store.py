@@ -390,16 +390,16 @@ class SqlStore(
 
     def _deliver_more(self) -> None:
         """Deliver events in pieces and in order, so that many events do not block the event loop."""
-        left = EVENTS_PER_TURN
-        while self._undelivered and left > 0:
+        events_left = EVENTS_PER_TURN
+        while self._undelivered and events_left > 0:
             events, works = self._undelivered[0]
-            self._hand_out(events[:left])
-            if len(events) > left:
-                self._undelivered[0] = (events[left:], works)
+            self._hand_out(events[:events_left])
+            if len(events) > events_left:
+                self._undelivered[0] = (events[events_left:], works)
             else:
                 self._undelivered.popleft()
                 self._finish(works)
-            left -= len(events)
+            events_left -= len(events)
         if self._undelivered:
             get_running_loop().call_soon(self._deliver_more)
 

@@ -76,10 +76,10 @@ def _resign_term(_insert: Any, r: FromClause) -> Any:
 
 
 def read_leader(session: Session) -> Callable[[], LeaderRow]:
-    found = session.fetch_later(leader_row, [(1,)])
+    fetch_row = session.fetch_later(leader_row, [(1,)])
 
     def answer() -> LeaderRow:
-        [(term, holder, until, lineage, server, at)] = found()
+        [(term, holder, until, lineage, server, at)] = fetch_row()
         return LeaderRow(Term(term), holder, Instant(until), Instant(at), Lineage(lineage), server)
 
     return answer
@@ -105,12 +105,12 @@ def take_term(
                 why = "commits were lost" if has_lost_commits else f"{seen.server} was the server before"
                 session.write(INSERT_AUDIT, [(at, "", holder, "lineage.begun", str(lineage), why)])
             return lambda: Term(taken)
-        found = read_leader(session)
+        read_row = read_leader(session)
 
         def answer() -> Term | None:
             # If the answer to an earlier commit of this call was lost, this process has the term: a holder is
             # one process, which asks for one term at a time.
-            row = found()
+            row = read_row()
             return row.term if (row.holder, row.term) == (holder, seen.term + 1) else None
 
         return answer

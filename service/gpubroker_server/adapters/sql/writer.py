@@ -230,9 +230,9 @@ class Writer:
             return []  # The next catch-up finds that this is another server.
         if events[0].position != self._heard + 1:
             span = (self._heard, events[-1].position)
-            found = self._insist(lambda: self._session.fetch(sql.tail, [(1, *span)]))
+            tail_rows = self._insist(lambda: self._session.fetch(sql.tail, [(1, *span)]))
             try:
-                events = _readable([row[4:] for row in found or ()])
+                events = _readable([row[4:] for row in tail_rows or ()])
             except Outgrown:
                 return []  # The next catch-up raises it.
             if len(events) < span[1] - span[0] and self._insist(self._is_shortened):
@@ -245,12 +245,12 @@ class Writer:
         """Return the next events of other processes."""
         try:
             most = self._heard + _EVENTS_PER_CATCH_UP
-            found = self._session.fetch(sql.tail, [(1, self._heard, most)])
-            head, token_changes, compatible_from, lineage = found[0][:4]
+            tail_rows = self._session.fetch(sql.tail, [(1, self._heard, most)])
+            head, token_changes, compatible_from, lineage = tail_rows[0][:4]
             check_schema(compatible_from)
             self._check_history(head, lineage)
             last = min(head, most)
-            rows = [row[4:] for row in found if row[4] is not None]
+            rows = [row[4:] for row in tail_rows if row[4] is not None]
             # The log has no gaps: a position without an event was pruned.
             if len(rows) < last - self._heard and self._is_shortened():
                 raise LogShortened(
@@ -296,10 +296,11 @@ class Writer:
         return bool(oldest > self._heard + 1)
 
     def _parts(self, group: Sequence[Unit], error: Exception) -> list[Sequence[Unit]]:
-        """Return the groups that are left to write after a group has failed: the units that are not stored
-        already or, if none is, each unit alone, so that one unit does not fail the others."""
+        """Return the groups that are left to write after a group has failed. If some units are stored
+        already, the others form one group. Otherwise each unit is written alone, so that one unit does not
+        fail the others."""
         try:
-            left = answer_known(self._session, group)
+            unanswered = answer_known(self._session, group)
         except ConnectionLost:
             return [group]
         except Exception as failed:
@@ -307,8 +308,8 @@ class Writer:
                 return [[unit] for unit in group]
             group[0].on_failed(failed)
             return []
-        if len(left) < len(group):
-            return [left] if left else []
+        if len(unanswered) < len(group):
+            return [unanswered] if unanswered else []
         if len(group) > 1:
             return [[unit] for unit in group]
         group[0].on_failed(error)

@@ -65,7 +65,7 @@ def take_empty_server(writing: Connection, target: str, named: str, move: str = 
                 f"{target} is in use by a gpubroker; stop that one, or name another with {named}"
             )
         time.sleep(0.1)
-        # Within a transaction the server would repeat its first answer.
+        # Without this call the server would repeat its first answer within the transaction.
         writing.execute(text("SELECT pg_stat_clear_snapshot()"))
     match read_mark(writing):
         case MoveMark(stage=MoveStage.COMING, move=begun) if begun == move:

@@ -50,12 +50,12 @@ def move_data(source: str, target: str, report: Report) -> None:
         raise DatabaseRefused(f"there is no {path}; name the file of the service with --from")
     file = SqliteFile(path)
     try:
-        here, there = file_engine(file), copying_engine(target)
-        bring_to(here, "head", str(path))
+        source_engine, target_engine = file_engine(file), copying_engine(target)
+        bring_to(source_engine, "head", str(path))
         connections.check_server(target, "--to")
         bring_to(server_engine(target), "head", "the database")
         with plain_errors("the move, of which nothing is lost,", "--to"):
-            _move(here, there, str(path.resolve()), connections.display_name(target), report)
+            _move(source_engine, target_engine, str(path.resolve()), connections.display_name(target), report)
     finally:
         file.close()
 

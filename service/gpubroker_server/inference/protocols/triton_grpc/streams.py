@@ -67,7 +67,7 @@ class GrpcStream(GrpcCall):
         authorization: bytes | None,
         idle_seconds: Seconds,
     ) -> None:
-        """`authorization`: the header with the client's token."""
+        """`authorization` is the header with the client's token."""
         super().__init__(plane, operation, method, metadata)
         self._authorization = authorization
         self._idle_seconds = idle_seconds

@@ -275,7 +275,7 @@ class InferenceConnection(LimitedConnection):
         """Remember the head of the request in `data`, if `data` is exactly one request."""
         parsed = self._parsed
         if parsed is not None:
-            # A head whose lines end otherwise fails this comparison and is not kept.
+            # A head whose lines do not end in CR LF fails this comparison and is not kept.
             end = data.find(b"\r\n\r\n") + 4
             if len(data) == end + (parsed.body_bytes or 0):
                 self._known = ParsedText(data[:end], parsed)

@@ -367,7 +367,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         try:
             answer = await server.backend.fetch(head, body, FAN_OUT_SECONDS)
         except NotFetched as failed:
-            # A silent server may be healthy: all its connections may be in use.
+            # A silent server may be healthy, because all its connections may be in use.
             if failed.trouble is not Trouble.SILENT:
                 server.http.failed(failed.trouble, str(failed))
             raise problem_of(failed.trouble, server.name, str(failed)) from None
