@@ -89,8 +89,7 @@ def open_database(
 
 
 def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
-    """Bring the schema to a revision, such as `head`, `base` or `0003`, and return the number of the
-    revision.
+    """Bring the schema to a revision, such as `head`, `base` or `0003`. Returns the revision that is reached.
 
     A downgrade is refused while other processes use the database, and a downgrade to `base` without
     `drop_everything`. Raises DatabaseRefused, and then has changed nothing.
@@ -142,8 +141,8 @@ def set_next_lineage(connection: Connection, reason: str, **values: str) -> Line
 
 
 def bring_to(engine: Engine, revision: str, name: str, *, drop_everything: bool = False) -> str:
-    """Migrate up or down to a revision, such as `head`, `base` or `0003`, and return the number of the
-    revision.
+    """Migrate up or down to a revision, such as `head`, `base` or `0003`. Returns the revision that is
+    reached.
 
     `name` is the database's name in error messages. Raises DatabaseRefused, and then has changed nothing.
     """

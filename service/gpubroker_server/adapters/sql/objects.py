@@ -111,8 +111,8 @@ def listing(tenant: str, now: Instant, order: ObjectOrder, after: SortKey, limit
     columns = [_c[name] for name in order.sort.fields]
     query = select(stored_object).where(_c.tenant == tenant, _c.expires_at > now).limit(limit)
     if after:
-        here, there = tuple_(*columns), tuple_(*after)
-        query = query.where(here < there if order.descending else here > there)
+        row_key, after_key = tuple_(*columns), tuple_(*after)
+        query = query.where(row_key < after_key if order.descending else row_key > after_key)
     return query.order_by(*(column.desc() if order.descending else column for column in columns))
 
 

@@ -255,8 +255,8 @@ def listing(wanted: TaskFilter) -> Select[Any]:
     return _RECORDS.where(_chosen.c.id.in_(_matching(wanted))).order_by(*_order(_chosen, wanted))
 
 
-def _order(of: FromClause, wanted: TaskFilter) -> list[ColumnElement[Any]]:
-    return [of.c[name].desc() if wanted.descending else of.c[name] for name in wanted.sort.fields]
+def _order(table: FromClause, wanted: TaskFilter) -> list[ColumnElement[Any]]:
+    return [table.c[name].desc() if wanted.descending else table.c[name] for name in wanted.sort.fields]
 
 
 def _matching(wanted: TaskFilter) -> Select[Any]:
@@ -264,8 +264,8 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
     priorities = _within(_task.c.priority, wanted.min_priority, above)
     query = select(_task.c.id).where(*_in_states(wanted.states), *priorities)
     if wanted.after:
-        here, there = tuple_(*(_task.c[name] for name in wanted.sort.fields)), tuple_(*wanted.after)
-        query = query.where(here < there if wanted.descending else here > there)
+        row_key, after_key = tuple_(*(_task.c[name] for name in wanted.sort.fields)), tuple_(*wanted.after)
+        query = query.where(row_key < after_key if wanted.descending else row_key > after_key)
     named = {name: getattr(wanted, name) for name in ("tenant", "name", "stream")}
     query = query.where(*(_task.c[name] == value for name, value in named.items() if value is not None))
     if wanted.model_type is not None:
@@ -281,9 +281,8 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
     if wanted.kind == EXTERNAL:
         query = query.where(_task.c.external.isnot(None))  # This is the condition of the partial index.
     elif wanted.kind is None:
-        query = query.where(
-            _task.c.home.is_(None)
-        )  # Holders of models are listed only if they are asked for.
+        # Holders of models are listed only if they are asked for.
+        query = query.where(_task.c.home.is_(None))
     else:
         query = query.where(_has_spec(_spec.c.kind == wanted.kind))
     if wanted.quarantined is not None:
@@ -296,8 +295,8 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
     return query.order_by(*_order(_task, wanted)).limit(wanted.limit)
 
 
-def _has_spec(such: ColumnElement[bool]) -> ColumnElement[bool]:
-    return select(_spec.c.task).where(_spec.c.task == _task.c.id, such).correlate(_task).exists()
+def _has_spec(condition: ColumnElement[bool]) -> ColumnElement[bool]:
+    return select(_spec.c.task).where(_spec.c.task == _task.c.id, condition).correlate(_task).exists()
 
 
 def _within(value: Column[Any], start: Any, end: Any) -> list[ColumnElement[bool]]:

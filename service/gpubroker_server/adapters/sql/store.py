@@ -218,7 +218,7 @@ class SqlStore(
         return bool(more)
 
     async def go_on_at(self, position: Position, lineage: Lineage) -> None:
-        """Continue after this position. Listeners know everything before it from a snapshot."""
+        """Continue after this position. Listeners know everything up to it from a snapshot."""
         self._recent = RecentTasks()  # A database that was restored may lack some of these tasks.
         work = BeginAt(get_running_loop(), position, lineage)
         self._hand_over(work)

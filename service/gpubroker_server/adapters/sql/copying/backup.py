@@ -85,8 +85,8 @@ def restore_backup(
 ) -> BackupFacts:
     """Restore a whole backup, or nothing, into a database that does not exist or is empty.
 
-    `bring_objects` gets the digests that rows name, brings the objects, and returns the name of their
-    directory. The rows are written after that. Raises DatabaseRefused.
+    `bring_objects` gets the digests that rows name, puts their objects in place, and returns the name of the
+    directory of objects. The rows are written after that. Raises DatabaseRefused.
     """
     if is_file(url):
         path = path_of(url)

@@ -60,8 +60,8 @@ def move_data(source: str, target: str, report: Report) -> None:
         file.close()
 
 
-def _move(here: Engine, there: Engine, source: str, target: str, report: Report) -> None:
-    with here.begin() as reading:
+def _move(source_engine: Engine, target_engine: Engine, source: str, target: str, report: Report) -> None:
+    with source_engine.begin() as reading:
         # This process has the lock on the file, so the last leader has ended: nobody waits for its lease.
         reading.execute(leadership.update().values(lease_until=0.0))
         mark = read_mark(reading)
@@ -69,15 +69,15 @@ def _move(here: Engine, there: Engine, source: str, target: str, report: Report)
             mark = MoveMark(mark.move if mark else uuid4().hex, MoveStage.LEAVING, target)
             set_mark(reading, mark)
     if mark.stage is not MoveStage.GONE:
-        with here.connect() as reading, there.begin() as writing:
+        with source_engine.connect() as reading, target_engine.begin() as writing:
             take_empty_server(writing, target, "--to", mark.move)
             copy_all(reading, writing, report)
             set_mark(writing, MoveMark(mark.move, MoveStage.COMING, source))
         report(f"everything is in {target}")
-        with here.begin() as reading:
+        with source_engine.begin() as reading:
             set_mark(reading, MoveMark(mark.move, MoveStage.GONE, target))
     report(f"{source} will not be served any more")
-    with there.begin() as writing:
+    with target_engine.begin() as writing:
         arrived = read_mark(writing)
         if arrived is None or arrived.move != mark.move:
             raise DatabaseRefused(f"{source} has been moved to {mark.other}, which is not {target}")

@@ -97,14 +97,14 @@ def _sum(first: Any, second: Any) -> Any:
     return first + second if isinstance(first, (int, float, list)) else first
 
 
-def merged_response(how: FanOut, found: Sequence[Fetched], servers: Sequence[Server]) -> Fetched:
+def merged_response(how: FanOut, answers: Sequence[Fetched], servers: Sequence[Server]) -> Fetched:
     """Return one answer that merges the answers of several servers. Raises Problem if they cannot be
     merged."""
-    good = [answer for answer in found if answer.status == _OK]
+    good = [answer for answer in answers if answer.status == _OK]
     if how is FanOut.EACH:
-        return next((answer for answer in found if answer.status != _OK), found[0])
+        return next((answer for answer in answers if answer.status != _OK), answers[0])
     if len(good) < 2 or how is FanOut.ANY:
-        return good[0] if good else found[0]
+        return good[0] if good else answers[0]
     try:
         bodies = [json.loads(answer.body) for answer in good]
         if how is FanOut.INDEX:

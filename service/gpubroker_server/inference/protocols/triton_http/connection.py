@@ -280,15 +280,15 @@ class InferenceConnection(LimitedConnection):
             if len(data) == end + (parsed.body_bytes or 0):
                 self._known = ParsedText(data[:end], parsed)
 
-    def _take_known(self, known: ParsedText, data: bytes) -> bytes:
+    def _take_known(self, parsed: ParsedText, data: bytes) -> bytes:
         """Begin a request whose head was parsed before. The parser gets nothing of the request, and still
         expects a new one. Returns the bytes that follow the head."""
         self._unset_keepalive_if_required()
-        self._begin_request(known.head, True, True)
-        self._unparsed_bytes = known.head.body_bytes or 0
+        self._begin_request(parsed.head, True, True)
+        self._unparsed_bytes = parsed.head.body_bytes or 0
         if not self._unparsed_bytes:
             self.on_message_complete()
-        return data[len(known.text) :]
+        return data[len(parsed.text) :]
 
 
 def in_front_of(plane: Plane, port: Connections) -> type[InferenceConnection]:
