@@ -1,1 +1,2 @@
-"""The data plane's half towards clients: Triton's protocol under /v2, on the port of everything else."""
+"""The data plane: requests of clients to models, over Triton's protocols. HTTP requests under /v2 use the
+port of the API."""

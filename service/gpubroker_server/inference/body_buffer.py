@@ -6,12 +6,13 @@ from typing import Final
 from gpubroker_server.http.problems import Problem
 
 BUFFER_BYTES: Final = 1024 * 1024
-"""Most bytes of a body that are buffered while its request waits, or may be sent again, or must be complete
-before it is sent. A client with a longer body is told to hold the rest back."""
+"""The most bytes of a body that are buffered while its request waits, while it may be sent again, or until
+its body is complete if it must be complete before it is sent. A client with a longer body is told to hold the
+rest back."""
 
 
 class BodyBuffer:
-    """The pieces of one body that have come. They are kept as they came: nothing is copied."""
+    """The pieces of one body that have come. They are kept without a copy."""
 
     __slots__ = ("_charged", "_tenant", "_waiting", "pieces", "size")
 
@@ -28,7 +29,8 @@ class BodyBuffer:
         self.size += len(data)
 
     def charge(self, size: int, tenant: str) -> None:
-        """Count `size` more bytes as waiting. Raises Problem if all that wait have too many."""
+        """Count `size` more bytes as waiting. Raises Problem if the bodies of all waiting requests have too
+        many bytes."""
         self._waiting.take(size, tenant)
         self._tenant = tenant
         self._charged += size
@@ -47,7 +49,7 @@ class BodyBuffer:
 
 class WaitingBytes:
     def __init__(self, most_bytes: int, tenant_share: float) -> None:
-        """`tenant_share`: the part of `most_bytes` that one tenant may have."""
+        """`tenant_share` is the part of `most_bytes` that one tenant may have, between 0 and 1."""
         self._most_bytes = most_bytes
         self._most_each = int(most_bytes * tenant_share)
         self._held: Counter[str] = Counter()
@@ -56,7 +58,7 @@ class WaitingBytes:
     def take(self, size: int, tenant: str) -> None:
         """Count `size` bytes for the tenant until `give_back`. Raises Problem if the limit is reached. A
         request that is alone is always accepted: a body larger than the limit could otherwise never wait."""
-        held_bytes, mine = self._held.total(), self._held[tenant]
+        held_bytes, tenant_bytes = self._held.total(), self._held[tenant]
         if held_bytes and held_bytes + size > self._most_bytes:
             raise Problem(
                 "model-queue-full",
@@ -64,10 +66,10 @@ class WaitingBytes:
                 f"they may, and this one has {size} more, of which nothing was sent; send it again later, or "
                 "have the operator raise triton.waiting_bytes",
             )
-        if mine and mine + size > self._most_each:
+        if tenant_bytes and tenant_bytes + size > self._most_each:
             raise Problem(
                 "model-queue-share",
-                f'requests of tenant "{tenant}" that wait for a model hold {mine} bytes of the '
+                f'requests of tenant "{tenant}" that wait for a model hold {tenant_bytes} bytes of the '
                 f"{self._most_each} that they may, and this one has {size} more, of which nothing was sent; "
                 "send less at once, or have the operator raise triton.waiting_bytes or triton.tenant_share",
             )

@@ -20,7 +20,7 @@ _REPORT_SECONDS: Final = Seconds(PRESENT_SECONDS / 5)
 """Interval in which the gateway reports that it is present."""
 
 _CHECK_SECONDS: Final = Seconds(0.05)
-"""Interval in which the gateway looks for changes while the leader waits for them."""
+"""Interval in which the gateway looks for changes while the leader waits for its reports."""
 
 _WAITS: Final = frozenset({"task.stopping", "task.submitted", "task.requeued"})
 """Kinds of events after which the leader may wait for a report."""
@@ -32,12 +32,12 @@ class Requests(Protocol):
     def now(self) -> float: ...
 
     def has_older(self, model: str, at: float) -> bool:
-        """Return True if a request to the model that was sent until `at` is not answered yet. `at` is a time
-        of the clock `now`."""
+        """Return True if a request to the model that was sent at `at` or earlier is not answered yet. `at` is
+        a time of the clock `now`."""
         ...
 
     def in_use(self) -> ModelsInUse:
-        """Return the models that have a request here, under way or waiting, or had one lately."""
+        """Return the models that have a request at this gateway, under way or waiting, or had one lately."""
         ...
 
 
@@ -67,8 +67,8 @@ class Draining:
         )
 
     def in_use(self) -> ModelsInUse:
-        """Return the models that have a request here, or had one lately, and the ensembles of which a step
-        does: these hold the memory of their steps."""
+        """Return the models that have a request at this gateway, or had one lately. An ensemble is included
+        if one of its steps is, because it holds the memory of its steps."""
         used = self._requests.in_use()
         ensembles = [model for task in self._world.models.live() if (model := model_of(task)).steps]
 
@@ -78,7 +78,8 @@ class Draining:
         return ModelsInUse(with_ensembles(used.names), with_ensembles(used.recent))
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """Report at once if the leader may wait for it. The World must have applied the events before."""
+        """Have `keep_reporting` look at once if the leader may wait for a report. The World must have applied
+        the events already."""
         if any(event.kind in _WAITS for event in events):
             self._woken.set()
 
@@ -90,11 +91,11 @@ class Draining:
         return presence
 
     async def keep_reporting(self, store: PresenceStore, name: str, clock: Clock) -> None:
-        """Report at each change and at regular intervals, until cancelled. A report that fails is made at the
+        """Report at each change and at regular intervals, until cancelled. A failed report is repeated at the
         next look."""
         last = Presence(name, Instant(0.0))
         while True:
-            # Cleared before the look: an event that comes during a report is reason for another look.
+            # The event is cleared before the look: what happens during a report is reason for another look.
             self._woken.clear()
             at = clock.now()
             is_contended = model_turns.is_contended(self._world, at, self._policy)

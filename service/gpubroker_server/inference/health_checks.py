@@ -15,8 +15,8 @@ class CheckRules(NamedTuple):
     every_seconds: Seconds = Seconds(5.0)
     """Interval between checks of a server that answers."""
     rest_seconds: Seconds = Seconds(0.2)
-    """The shortest time between two checks. It counts when something went wrong or a model was asked for that
-    no server has."""
+    """The shortest time between two checks, even if a request has failed or has named a model that no server
+    has."""
     doubt_seconds: Seconds = Seconds(1.0)
     """Interval between checks of a server that did not answer the last time."""
     answer_seconds: Seconds = Seconds(3.0)
@@ -53,12 +53,12 @@ class HealthChecks:
                     await endpoint.check_wanted.wait()
 
     async def _check(self, server: Server, endpoint: Endpoint) -> None:
-        # Cleared before the check: what happens during the check is reason for another one.
+        # The event is cleared before the check: what happens during the check is reason for another one.
         endpoint.check_wanted.clear()
         within = self._rules.answer_seconds
         try:
             await server.check(endpoint, within)
-            # The ledger says what a managed server has. The others are asked, once for both protocols.
+            # The ledger has the models of managed servers. Other servers are asked, once for both protocols.
             if endpoint is server.http and not server.is_managed:
                 models = await server.index(within)
                 server.contents = None if models is None else contents_of(models)

@@ -26,9 +26,9 @@ _QUEUE_SECONDS: Final = 1.0
 
 AGAIN_SECONDS: Final = Seconds(60.0)
 MOST_AGAIN_SECONDS: Final = Seconds(3600.0)
-"""Bounds of the backoff for models of the queue. A model that was brought for queued inferences and is gone
-again, because its load failed or it was unloaded, is brought again after AGAIN_SECONDS. The time doubles with
-each try in which the model was not in memory, up to MOST_AGAIN_SECONDS."""
+"""Bounds of the backoff for models of queued inferences. A model that was brought for queued inferences and
+is gone again, because its load failed or it was unloaded, is brought again after AGAIN_SECONDS. The time
+doubles with each try in which the model was not in memory, up to MOST_AGAIN_SECONDS."""
 
 
 class Adoption:
@@ -59,16 +59,16 @@ class Adoption:
                 await residency.follow_settings()
                 self._followed.add(server)
             await residency.hold_base()
-            found = await _without_holder(residency)
+            without_holder = await _without_holder(residency)
             # A model that was just leaving when the index was read is gone at the next check, so only a model
-            # that two checks have found is adopted.
-            stay = sorted(found & self._seen.get(server, frozenset()))
-            self._seen[server] = found
+            # that two checks in a row have found is adopted.
+            to_adopt = sorted(without_holder & self._seen.get(server, frozenset()))
+            self._seen[server] = without_holder
             steps: set[str] = set()
-            for model in stay:
+            for model in to_adopt:
                 with _logged(server, model):
                     steps.update(await residency.steps_of(model))
-            for model in stay:
+            for model in to_adopt:
                 # A request may have made a holder since the check began.
                 if model not in steps and residency.of(model) is None:
                     with _logged(server, model):
@@ -77,8 +77,8 @@ class Adoption:
 
 @contextmanager
 def _logged(server: str, model: str = "") -> Iterator[None]:
-    """Log a failure instead of raising it: it concerns this server or model alone, and the next check tries
-    again."""
+    """Log a failure instead of raising it. The failure concerns this server or model alone, and the next
+    check tries again."""
     try:
         yield
     except (Problem, UnknownModel, StoreUnavailable) as fault:
@@ -124,11 +124,13 @@ class QueuedModels:
                 await self.check()
 
     async def check(self) -> None:
-        """Ask for the models whose queued inferences wait. Raises StoreUnavailable."""
+        """Ask for the models for which queued inferences wait. Raises StoreUnavailable."""
         parts = self._residencies.parts
-        now, found = parts.clock.now(), waiting(parts.world)
-        self._brought = {model: brought for model, brought in self._brought.items() if model in found}
-        for model, groups in found.items():
+        now, groups_by_model = parts.clock.now(), waiting(parts.world)
+        self._brought = {
+            model: brought for model, brought in self._brought.items() if model in groups_by_model
+        }
+        for model, groups in groups_by_model.items():
             brought = self._brought.get(model)
             if self._residencies.holding(model):
                 # A model that got into memory has shown that it can be loaded: the backoff starts anew.

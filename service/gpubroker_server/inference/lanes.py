@@ -25,8 +25,8 @@ MODEL_TYPE: Final = "x-model-type"
 WAITED: Final = "x-queue-seconds"
 
 MOST_LANES: Final = 1024
-"""Number of lanes from which idle ones are dropped, with the limits that they have found. Clients choose the
-names of models, so without a bound lanes would fill the memory."""
+"""The number of lanes at which idle lanes are dropped, with the limits that they have found. Clients choose
+the names of models, so without a bound lanes would fill the memory."""
 
 
 class LaneOptions(NamedTuple):
@@ -34,18 +34,19 @@ class LaneOptions(NamedTuple):
     priority: int = DIRECT_PRIORITY
     """The priority of requests that state none."""
     slots: Mapping[bytes, int] = {}
-    """Model -> slots. For other models the lane finds the number by trying."""
+    """Model -> the number of its slots. For other models the lane finds the number by trying."""
     type_priorities: Mapping[str, int] = {}
     """Model type -> priority of the requests that name the type and state no priority."""
     recent_seconds: Seconds = Policy().yields_to_tasks_seconds
-    """A model counts as used for so long after its last request."""
+    """Time after its last request for which a model counts as used."""
 
 
 class QueueWish(NamedTuple):
     """The place in the queue that a request asks for."""
 
     priority: int | None = None
-    """The priority that the request gets: at most that of its token. None if it states none."""
+    """The priority that the request gets, which is at most that of its token; None if the request states
+    none."""
     seconds: float | None = None
     """The longest time that the request waits; None if it states none."""
     is_capped: bool = False
@@ -78,8 +79,8 @@ class LaneEntry:
                  "since", "waited_seconds")  # fmt: skip
 
     def __init__(self, lanes: "Lanes", lane: ModelLane, tenant: str, capped: int | None, now: float) -> None:
-        """`capped`: the priority that the request gets instead of the higher one that it asked for, or
-        None."""
+        """`capped` is the priority that the request gets instead of a higher one that it asked for; None if
+        it did not ask for a higher one."""
         self.waited_seconds: float | None = None
         """The time for which the request waited; None if it did not wait or still waits."""
         self._capped = capped
@@ -105,8 +106,8 @@ class LaneEntry:
             raise problem
 
     def headers(self) -> Sequence[tuple[str, str]]:
-        """Return the headers of the answer: none if the request started at once, at the priority that it
-        asked for."""
+        """Return the headers of the answer that tell of the wait. There are none if the request started at
+        once, at the priority that it asked for."""
         if self._capped is None and self.waited_seconds is None:
             return ()
         headers = [] if self._capped is None else [(PRIORITY, str(self._capped))]
@@ -176,7 +177,7 @@ class Lanes:
         self.now = now
         self._options = options
         self._limits = dict(options.slots)
-        """Model -> slots that this gateway may use."""
+        """Model -> the number of slots that this gateway may use."""
         self.limits_end_at = inf
         """Time by `now` at which the limits end: from then on each model with a limit gets one request at a
         time. Every start compares the clock, so this also holds if the process was asleep meanwhile."""
@@ -194,10 +195,10 @@ class Lanes:
         if priority is None and seconds is None and model_type is None:
             return NO_WISH
         asked = None if priority is None else _priority_in(priority)
-        usual = self._options.type_priorities.get(model_type or "")
-        given, most = usual if asked is None else asked, identity.max_priority
+        type_priority = self._options.type_priorities.get(model_type or "")
+        wanted, most = type_priority if asked is None else asked, identity.max_priority
         return QueueWish(
-            None if given is None else min(given, most),
+            None if wanted is None else min(wanted, most),
             None if seconds is None else _seconds_in(seconds),
             is_capped=asked is not None and asked > most,
         )
@@ -222,7 +223,7 @@ class Lanes:
 
     def _enqueue(self, lane: ModelLane, identity: Identity, priority: int, now: float) -> Place:
         """Put the request into the lane's queue. If the queue is full, the request takes the place of a less
-        important one. Raises Problem if there is none."""
+        important one. Raises Problem if there is no less important one."""
         queued = lane.enqueue(identity.tenant, priority, MonotonicSeconds(now))
         if isinstance(queued, LaneFull):
             raise queue_full(queued, identity.tenant)
@@ -231,12 +232,13 @@ class Lanes:
         return queued.place
 
     def has_older(self, model: str, at: float) -> bool:
-        """Return True if a request that got its slot until `at` is not answered, or its stream is open."""
+        """Return True if a request that got its slot at `at` or earlier is not answered, or if its stream is
+        open."""
         lane = self._lanes.get(model.encode())
         return lane is not None and any(entry.since <= at for entry in self._started[lane])
 
     def in_use(self) -> ModelsInUse:
-        """Return the models that have a request here, under way or waiting, or had one lately."""
+        """Return the models that have a request at this gateway, under way or waiting, or had one lately."""
         since = self.now() - self._options.recent_seconds
         names = {
             name.decode("utf-8", "replace"): lane

@@ -10,10 +10,10 @@ from gpubroker_server.http.identity import Scope
 
 
 class FanOut(StrEnum):
-    """Ways to ask several servers and to make one answer of theirs."""
+    """Ways to ask several servers and to make one answer of their answers."""
 
     ANY = "any"
-    """All servers are asked at once. The answer is positive if that of one server is."""
+    """All servers are asked at once. The answer is positive if at least one server answers positively."""
     EACH = "each"
     """The servers are asked one after the other. The first error is the answer."""
     INDEX = "index"
@@ -28,8 +28,8 @@ class Operation(Struct, frozen=True):
     scope: Scope | None = Scope.MODELS_INFER
     """The scope that the token needs; None if no token is needed."""
     fan_out: FanOut | None = None
-    """The way to ask several servers. None: one server gets the request as it came, and its answer is passed
-    on."""
+    """The way to ask several servers; None if one server gets the request as it came, and its answer is
+    passed on."""
     reads: bool = False
     """True if the request changes nothing, so that it may be sent twice."""
     takes_slot: bool = False

@@ -17,8 +17,8 @@ from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.telemetry.logs import log_answered
 
 IDEMPOTENT: Final = "x-idempotent"
-"""Header that says, with the value `true`, that the request may be carried out twice. Such a request may go
-to a second server when the first one breaks off."""
+"""Header with which a client says, by the value `true`, that the request may be carried out twice. Such a
+request may go to a second server when the first one breaks off."""
 
 QUEUE_HEADERS: Final = (PRIORITY, TIMEOUT, MODEL_TYPE)
 """Headers in which a request states the place that it wants in its model's lane."""
@@ -47,7 +47,8 @@ class LoggedRequest(Protocol):
     def request_id(self) -> str: ...
 
     def origin(self) -> tuple[str, Iterable[bytes]]:
-        """The address at the other end of the connection, and what X-Forwarded-For says."""
+        """Return the address at the other end of the connection, and the values of the header
+        X-Forwarded-For."""
         ...
 
 
@@ -55,22 +56,22 @@ class TenantRequests:
     """The requests of each tenant that are under way, whether they wait or were sent."""
 
     def __init__(self, most: int) -> None:
-        """`most`: the most requests that one tenant may have under way."""
+        """`most` is the number of requests that one tenant may have under way."""
         self._most = most
         self._of: dict[str, set[object]] = {}
 
     def enter(self, tenant: str, request: object) -> None:
         """Count a request of the tenant. Raises Problem tenant-requests if it has too many."""
-        known = self._of.setdefault(tenant, set())
-        if len(known) >= self._most:
+        under_way = self._of.setdefault(tenant, set())
+        if len(under_way) >= self._most:
             raise Problem("tenant-requests", tenant=tenant, most=self._most)
-        known.add(request)
+        under_way.add(request)
 
     def leave(self, tenant: str, request: object) -> None:
         """Stop counting a request. Does nothing for a request that did not enter."""
-        known = self._of.get(tenant, set())
-        known.discard(request)
-        if not known:
+        under_way = self._of.get(tenant, set())
+        under_way.discard(request)
+        if not under_way:
             self._of.pop(tenant, None)
 
 
@@ -93,9 +94,9 @@ class Plane:
         access_log: bool = False,
         proxies: TrustedProxies | None = None,
     ) -> None:
-        """`takes_files`: a load of a model may bring files. `residencies`: the models of the servers that
-        the ledger manages. `on_request` gets method, route, status and seconds; `on_call` gets method, code
-        and seconds."""
+        """`takes_files` is True if a load of a model may bring files. `residencies` are the models of the
+        servers that the ledger manages. `on_request` gets method, route, status and seconds; `on_call` gets
+        method, code and seconds."""
         self.residencies = residencies
         self.ids = ids
         self._on_request = on_request
@@ -129,7 +130,8 @@ class Plane:
             log_answered(method, by.target.operation.name, status, seconds, *caller, **about)
 
     def authorize(self, scope: Scope, what: str, authorization: bytes | None) -> Identity:
-        """Return the identity of the token. Raises Problem if there is none or it lacks the scope."""
+        """Return the identity of the token. Raises Problem if there is no valid token, or the token lacks the
+        scope."""
         identity = self.callers.identify(authorization)
         identity.require(scope, what)
         return identity

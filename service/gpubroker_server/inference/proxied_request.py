@@ -1,8 +1,8 @@
-"""The way of one request through the proxy. It is the same over every protocol: one state machine, one body
+"""The way of one request through the proxy. Requests over every protocol share this state machine and body
 buffer.
 
 The states and their moves are one table, `core/serving/request_states.py`; docs/reference/states.md draws it.
-The protocols add the reading, the sending and the answer.
+The protocols implement reading, sending and answering.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ from gpubroker_server.inference.servers import Server
 from gpubroker_server.ports.backends import Trouble, UpstreamRequest
 
 MOST_RETURNS: Final = 3
-"""Most times that a request waits for a model that has left. Then the client gets the server's answer."""
+"""The most times that a request waits for a model that has left. After that the client gets the server's
+answer."""
 
 _NOTHING_SENT: Final = frozenset({Trouble.UNREACHABLE, Trouble.BUSY, Trouble.UNAUTHORIZED})
 """Troubles after which any request may go to another server."""
@@ -70,7 +71,7 @@ class ProxiedRequest(ABC):
     _was_there = False
     """True if the ledger had the model in memory when the request was sent."""
     _returns = 0
-    """Number of times that the request waited for a model that has left."""
+    """The number of times that the request has waited for a model that had left."""
 
     def __init__(self, plane: Plane, target: Target) -> None:
         self.plane = plane
@@ -81,7 +82,8 @@ class ProxiedRequest(ABC):
     # Methods for the client's side.
 
     def start(self) -> None:
-        """Start to work on the request. Its turn has come and its client may ask this. Raises Problem."""
+        """Start to work on the request. Called once its turn has come and its client is known to have the
+        right. Raises Problem."""
         if self.identity is not None:
             self.plane.requests.enter(self._tenant, self)
         if (operation := self.target.operation).loads or operation.fan_out is not None:
@@ -122,7 +124,8 @@ class ProxiedRequest(ABC):
                 self.refuse(fault)
 
     def close(self, move: Move) -> None:
-        """Release what the request holds. `move`: the reason for the end. Only the first call counts."""
+        """Release everything that the request holds. `move` is the reason for the end. Later calls do
+        nothing."""
         if self.state in ENDS:
             return
         self.state = NEXT[self.state][move]
@@ -141,7 +144,7 @@ class ProxiedRequest(ABC):
     # Methods for the server's side.
 
     def pause_body(self) -> None:
-        """Have the client wait: the server takes no more for now."""
+        """Have the client send no more: the server takes no more for now."""
         self._is_paused = True
         self._pause_client()
 
@@ -153,11 +156,11 @@ class ProxiedRequest(ABC):
 
     @abstractmethod
     def _ask(self, server: Server) -> UpstreamRequest:
-        """Open the request at the server."""
+        """Open a request to the server."""
 
     @abstractmethod
     async def _fan_out(self, servers: Sequence[Server], how: FanOut) -> None:
-        """Ask all servers and pass one answer on. Raises Problem, CallFailed."""
+        """Ask all servers, and pass one merged answer on. Raises Problem, CallFailed."""
 
     @abstractmethod
     def _must_see_body(self) -> bool:
@@ -193,8 +196,8 @@ class ProxiedRequest(ABC):
         self._forward()
 
     def _reserve(self) -> tuple[Bring | None, bool]:
-        """Enter the model's lane if the model is there. Returns the function that brings a model that is not
-        there, or None, and whether the request has to wait. Raises Problem."""
+        """Enter the model's lane if the model is in memory. Returns the function that brings a missing model,
+        or None, and True if the request has to wait. Raises Problem."""
         bring = self._missing_model()
         # A request for a missing model takes no slot yet, which it would hold through the whole load.
         if bring is None and self.target.operation.takes_slot:
@@ -204,8 +207,8 @@ class ProxiedRequest(ABC):
         return bring, bring is not None or waits or self.target.operation.is_audited
 
     def _missing_model(self) -> Bring | None:
-        """Return the function with which the request waits for its model: until the model is there, or until
-        it is gone if this request unloads it. Returns None if there is nothing to wait for."""
+        """Return the function with which the request waits until its model is in memory or, if the request
+        unloads the model, until it is gone. Returns None if there is nothing to wait for."""
         operation, residencies = self.target.operation, self.plane.residencies
         if residencies is None or not self.target.model:
             return None
@@ -223,7 +226,8 @@ class ProxiedRequest(ABC):
         self._task = asyncio.ensure_future(self._forward_when_ready(bring))
 
     def _begin_waiting(self, bring: Bring | None, body_bytes: int) -> None:
-        """Count the body among the waiting ones. Raises Problem if all together have too many bytes."""
+        """Count the body among the waiting bodies. Raises Problem if all of them together have too many
+        bytes."""
         if body_bytes:
             self._body.charge(body_bytes, self._tenant)
         is_queued = bring is None and self.lane_entry is not None
@@ -232,7 +236,7 @@ class ProxiedRequest(ABC):
     async def _forward_when_ready(self, bring: Bring | None) -> None:
         try:
             await self._until_ready(bring)
-            # Cleared before `_forward`, which may start another task.
+            # `_task` is cleared before `_forward`, which may start another task.
             self._task = None
             self._body.release()
             self._forward()
@@ -241,9 +245,9 @@ class ProxiedRequest(ABC):
             self.refuse(fault)
 
     async def _until_ready(self, bring: Bring | None) -> None:
-        """Wait until the model is there and has a slot at the same time: the model may leave while the
-        request waits for the slot. Raises Problem."""
-        # The line in the audit log is durable before the request is carried out.
+        """Wait until the model is in memory and the request has a slot at the same time: the model may leave
+        while the request waits for the slot. Raises Problem."""
+        # The audit log's line is durable before the request is carried out.
         await self.plane.note(self.target, self.identity)
         while True:
             is_known = bring is None or await bring()
@@ -257,7 +261,7 @@ class ProxiedRequest(ABC):
             await self.lane_entry.granted()
             if not is_known or not self.plane.has_left(self._model):
                 return
-            # The model has left meanwhile: wait for it without its slot, and then for a slot again.
+            # The model has left meanwhile: wait for the model without a slot, and then for a slot again.
             self.lane_entry.leave()
             self.lane_entry, bring = None, self._bring
             if self.state is State.QUEUED:
@@ -342,8 +346,8 @@ class ProxiedRequest(ABC):
                 server.note_load(self.target.model)
 
     def _retry(self, trouble: Trouble) -> bool:
-        """Send the request to another server if it may go there after this trouble. Returns True if it was
-        sent."""
+        """Send the request to another server if that is allowed after this trouble. Returns True if the
+        request was sent."""
         failed = self.server
         self._leave_server()
         if failed is None or trouble not in self._retried_after() or not self._send_to_another():
@@ -365,8 +369,8 @@ class ProxiedRequest(ABC):
         return _IF_IDEMPOTENT if self.is_idempotent else _NOTHING_SENT
 
     def _may_ask_again(self) -> bool:
-        """Return True if the request may be sent once more after the server has said that it lacks the model:
-        such a server has done nothing."""
+        """Return True if the request may be sent once more after a server has said that it lacks the model.
+        Such a server has done nothing."""
         return self._is_kept and self.is_complete and self._returns < MOST_RETURNS
 
     def _ask_again(self) -> bool:

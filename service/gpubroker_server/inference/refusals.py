@@ -1,4 +1,5 @@
-"""Refusals of requests to models, as problems. The protocols write them in their clients' form."""
+"""Refusals of requests to models, as problems. Each protocol writes them in the form that its clients
+read."""
 
 from collections.abc import Mapping
 from math import ceil
@@ -38,7 +39,7 @@ def body_too_large(most: str, body_bytes: int, remedy: str) -> Problem:
 
 
 class NoSlot(Problem):
-    """A request gets no slot of its model now. The problem says when it might."""
+    """The problem of a request that gets no slot of its model now. It says when the request might get one."""
 
     def __init__(self, code: str, detail: str, estimate: QueueEstimate) -> None:
         eta = None if estimate.eta_seconds is None else round(estimate.eta_seconds, 3)

@@ -55,22 +55,23 @@ _INDEX_SECONDS: Final = Seconds(0.25)
 """Interval in which a server is asked whether a model that it has lost is back."""
 
 _DEAD_SECONDS: Final = Seconds(5.0)
-"""Time that the leader has for checking a model that is reported dead before it is reported again."""
+"""Time after the report of a dead model before which the same model is not reported again."""
 
 _LOAD_TRIES: Final = 3
 
 _RETRY_SECONDS: Final = 5
-"""When a request may come again for a model that is not known to be ready at some time."""
+"""Value of Retry-After in seconds while it is not known when the model will be ready."""
 
 _HAS_STEPS: Final = frozenset({TaskState.ADMITTED, TaskState.RUNNING})
-"""States of an ensemble in which its server has its steps in memory, or brings them there."""
+"""States of an ensemble's holder in which the server has the ensemble's steps in memory, or is loading
+them."""
 
 _FAILED_SECONDS: Final = Seconds(30.0)
 """Time after a failed load in which requests are refused. A later request has the model loaded again."""
 
 
 class ResidencyParts(Struct, frozen=True):
-    """The parts of the gateway that residencies use."""
+    """The parts of the gateway that a Residency uses."""
 
     world: World
     policy: Policy
@@ -82,7 +83,7 @@ class ResidencyParts(Struct, frozen=True):
     admission: AdmissionPolicy
     forecasts: Callable[[], Sequence[Forecast]]
     settle_seconds: Seconds
-    """The longest time that a gateway waits until the leader has carried out its request."""
+    """The longest time that a gateway waits until the leader has carried out the gateway's request."""
 
 
 def _never() -> bool:
@@ -106,11 +107,11 @@ class UseCounts:
         return list(self._by_model)
 
     def add(self, model: str, uses: Uses) -> None:
-        known = self._by_model.get(model, uses._replace(times=0))
+        uses_before = self._by_model.get(model, uses._replace(times=0))
         self._by_model[model] = Uses(
-            known.times + uses.times,
-            max(known.priority, uses.priority),
-            max(known.last_at, uses.last_at),
+            uses_before.times + uses.times,
+            max(uses_before.priority, uses.priority),
+            max(uses_before.last_at, uses.last_at),
         )
 
     def take(self, model: str) -> Uses | None:
@@ -130,8 +131,8 @@ class FailedLoads:
         self._failed: dict[str, _Failed] = {}
 
     def note(self, model: str, why: str, revision: str, now: Instant) -> Problem:
-        """Remember a failed load. Returns the problem that requests get. `revision`: the revision of the
-        files that were loaded, as in `Described`."""
+        """Remember a failed load. Returns the problem that requests get. `revision` is that of the loaded
+        files, as in `Described`."""
         self._failed[model] = _Failed(why, revision, Instant(now + _FAILED_SECONDS))
         return self._problem(model, now)
 
@@ -140,8 +141,8 @@ class FailedLoads:
         self._failed.pop(model, None)
 
     def check(self, model: str, revision: str, now: Instant) -> None:
-        """Check that the model may be loaded: no load has failed, its files have changed, or the pause is
-        over. Raises Problem model-not-loaded."""
+        """Check that the model may be loaded: no load has failed, the files have changed since, or the pause
+        after the failure is over. Raises Problem model-not-loaded."""
         failed = self._failed.get(model)
         if failed is None:
             return
@@ -170,9 +171,10 @@ class Residency:
         self._dead_until: dict[str, Instant] = {}
         """Model -> the time until which the model is not reported dead again."""
         self._reporting: set[asyncio.Future[None]] = set()
-        """The running tasks of `_do`: asyncio itself keeps no reference to a task."""
+        """The running tasks of `_do`. They are kept here because asyncio keeps no reference to a task."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Model -> the lock under which its holder is made. Weak, because clients choose the names."""
+        """Model -> the lock under which its holder is made. The references are weak, because clients choose
+        the names."""
 
     # The state in the World and at the server.
 
@@ -181,13 +183,14 @@ class Residency:
         return self._parts.world.models.of(ModelKey(self.rules.name, model))
 
     def holders(self) -> list[Task]:
-        """Return the holders of all models of this server, without that of the server's own base cost."""
+        """Return the holders of all models of this server, without the holder of the server's own base
+        cost."""
         tasks, name = self._parts.world.models.live(), self.rules.name
         return [task for task in tasks if (model := model_of(task)).model and model.server == name]
 
     def memory_of(self, model: str) -> Task | None:
-        """Return the task that holds the model's memory, or waits for it: its own, or that of a loaded
-        ensemble of which the model is a step."""
+        """Return the task that holds the model's memory, or waits for it: the model's own holder, or the
+        holder of a loaded ensemble of which the model is a step."""
         return self.of(model) or self.ensemble_of(model)
 
     def is_there(self, model: str) -> bool:
@@ -203,8 +206,8 @@ class Residency:
 
     def priority_of(self, model: str) -> int:
         """Return the priority of requests to the model that state none."""
-        own = self.rules_of(model).priority
-        return self.rules.priority if own is None else own
+        model_priority = self.rules_of(model).priority
+        return self.rules.priority if model_priority is None else model_priority
 
     def rules_of(self, model: str) -> ModelRules:
         return self.rules.models.get(model, ModelRules())
@@ -216,8 +219,8 @@ class Residency:
     # Reports to the leader.
 
     def note_use(self, model: str, priority: int) -> None:
-        """Count a use of the model. It is reported at once if the leader might give the model's memory away,
-        and otherwise with the next report."""
+        """Count a use of the model. The use is reported at once if the leader might give the model's memory
+        away, and otherwise with the next report."""
         now = self._parts.clock.now()
         self._uses.add(model, Uses(1, priority, now))
         task = self.memory_of(model)
@@ -228,15 +231,15 @@ class Residency:
             self._do(self._report_now(model))
 
     async def report_use(self) -> None:
-        """Tell the leader when models were used. Raises StoreUnavailable and keeps the rest for the next
-        report."""
+        """Tell the leader when models were used. Raises StoreUnavailable, and keeps the unreported uses for
+        the next report."""
         for model in self._uses.models():
             await self._report_uses(model)
 
     async def _report_uses(self, model: str) -> None:
         """Tell the leader when this model was used. Raises StoreUnavailable and keeps the uses for the next
         report."""
-        # Taken before the call, so that uses during the call are counted for the next report.
+        # The uses are taken before the call, so that uses during the call are counted for the next report.
         uses, task = self._uses.take(model), self.memory_of(model)
         if uses is None or task is None:
             return
@@ -279,7 +282,7 @@ class Residency:
         parts = self._parts
         now = parts.clock.now()
         request = Request(parts.ids.request(now), task.id, task.tenant, what, fields, now)
-        # Expected before the write, so that an answer that comes at once is not missed.
+        # The answer is expected before the write, so that an immediate answer is not missed.
         with parts.waiters.expect(request.id) as done:
             await parts.store.request(request)
             return await done.within(parts.settle_seconds)
@@ -294,32 +297,32 @@ class Residency:
         *,
         unless: Callable[[], bool] = _never,
     ) -> Task:
-        """Have the model brought, and wait until it is in memory, at most `seconds` or else `cold_seconds`.
-        Returns early once `unless` returns True, because another server has the model. Raises Problem
-        model-not-ready, with the time to come again, or model-not-loaded if the load failed."""
+        """Have the model loaded, and wait until it is in memory: at most `seconds`, by default
+        `cold_seconds`. Returns early once `unless` returns True, because another server has the model. Raises
+        Problem model-not-ready, with a Retry-After, or model-not-loaded if the load failed."""
         until = self._parts.clock.now() + (self.rules.cold_seconds if seconds is None else seconds)
         task = await self.want(model, priority)
         was_leaving = False
         while True:
-            # Expected before the state is read, so that a move in between is not missed.
+            # The move is expected before the state is read, so that no move in between is missed.
             with self._parts.waiters.expect(moves_of(task.id)) as moved:
                 now = self._parts.clock.now()
-                known = self._parts.world.tasks.get(task.id) or await self._row(task)
-                if known.state is TaskState.RUNNING or unless():
-                    return known
-                # The holder that was found was already leaving, and its end says nothing of this request.
-                if known.is_terminal and was_leaving and known.state is not TaskState.FAILED:
+                holder = self._parts.world.tasks.get(task.id) or await self._row(task)
+                if holder.state is TaskState.RUNNING or unless():
+                    return holder
+                # The holder was already leaving before, and its end says nothing about this request.
+                if holder.is_terminal and was_leaving and holder.state is not TaskState.FAILED:
                     task, was_leaving = await self.want(model, priority), False
                     continue
-                if known.is_terminal:
-                    raise await self._failed(known)
-                was_leaving = known.state is TaskState.STOPPING
+                if holder.is_terminal:
+                    raise await self._failed(holder)
+                was_leaving = holder.state is TaskState.STOPPING
                 if now >= until or self._parts.waiters.is_closed:
-                    raise self._not_ready(known, now)
+                    raise self._not_ready(holder, now)
                 # The model stays wanted as long as a request waits, however short `wanted_seconds` is.
                 again_seconds = min(1.0, self.rules.wanted_seconds / 4)
                 await moved.within(Seconds(min(until - now, again_seconds)))
-            await self._keep_wanted(self._parts.world.tasks.get(task.id, known), priority)
+            await self._keep_wanted(self._parts.world.tasks.get(task.id, holder), priority)
 
     async def returned(self, model: str, *, unless: Callable[[], bool] = _never) -> None:
         """Wait for a model that the ledger has and the server denies. The wait ends when the ledger no longer
@@ -331,8 +334,8 @@ class Residency:
         while denied is not None and _is_unchanged(denied, self.memory_of(model)):
             if unless():
                 return
-            found = (await self.repository() or {}).get(model)
-            if found is not None and found.stage is ModelState.READY:
+            indexed = (await self.repository() or {}).get(model)
+            if indexed is not None and indexed.stage is ModelState.READY:
                 return
             with self._parts.waiters.expect(moves_of(denied.id)) as moved:
                 if not _is_unchanged(denied, self.memory_of(model)):
@@ -372,8 +375,8 @@ class Residency:
         return Problem("model-not-ready", detail, headers={"Retry-After": str(seconds)})
 
     def _expected_ready_at(self, task: Task, now: Instant) -> ExpectedStart | None:
-        """Return what the forecasts of the first in the queue say; for others, when there would be room
-        without the rest of the queue, as `explain` does."""
+        """Return the start that the forecasts for the first tasks of the queue expect. For other tasks,
+        return when there would be room without the rest of the queue, as `explain` does."""
         world, forecasts = self._parts.world, self._parts.forecasts()
         start = expected_ready_at(world, task, forecasts, now)
         if start is None and task.id in world.queue:
@@ -404,10 +407,10 @@ class Residency:
     # Making holders.
 
     async def want(self, model: str, priority: int, *, queued: bool = False, measured: bool = False) -> Task:
-        """Return the task that holds the model's memory, and make one if there is none. `queued`: it is for
-        queued inferences, for which the leader keeps the model wanted. `measured`: the model is loaded to be
-        measured. Raises Problem, UnknownModel, StoreUnavailable."""
-        # Under the lock this gateway makes one holder per model. The store refuses a second one of another
+        """Return the task that holds the model's memory, and make one if there is none. `queued` is True for
+        queued inferences, for which the leader keeps the model wanted. `measured` is True if the model is
+        loaded to be measured. Raises Problem, UnknownModel, StoreUnavailable."""
+        # With the lock this gateway makes one holder per model. The store refuses a second holder of another
         # gateway.
         async with self._locks.setdefault(model, asyncio.Lock()):
             task = self.memory_of(model)
@@ -434,21 +437,22 @@ class Residency:
         return (await self.demand_of(model, is_there=True))[1].steps
 
     async def adopt(self, model: str) -> None:
-        """Make a holder for a model that is in memory without one. Its leases are where the model is, and no
-        request has asked for it. Raises Problem, UnknownModel, StoreUnavailable."""
+        """Make a holder for a model that is in memory without one. The holder's leases are on the GPUs where
+        the model is, and no request has asked for the model. Raises Problem, UnknownModel,
+        StoreUnavailable."""
         asked, described, sized = await self.demand_of(model, is_there=True)
         now, terms = self._parts.clock.now(), self._terms(model, 0, described.steps, sized=sized)
         await self._submit(model, asked, terms, now, held=True)
 
     async def follow_settings(self) -> None:
-        """Replace holders that an earlier start entered under other settings: the base cost, and models that
-        wait for another size or other GPUs. Call this only once per start, because gateways may run with
-        different settings while an operator restarts one after the other. Raises Problem, UnknownModel,
-        StoreUnavailable."""
+        """Replace holders that an earlier start of the service made under other settings: the holder of the
+        base cost, and holders that wait for another size or other GPUs. Call this only once per start,
+        because gateways may run with different settings while an operator restarts one after the other.
+        Raises Problem, UnknownModel, StoreUnavailable."""
         for task in self.holders():
             if task.state is TaskState.PENDING and not task.held:
                 asked, _, _ = await self.demand_of(task.name)
-                # An ensemble's size may be that of its steps.
+                # An ensemble without a size of its own has the sum of its steps' sizes.
                 sizes = (self.rules_of(name).gpu_mb for name in (task.name, *model_of(task).steps))
                 is_given = any(size_mb is not None for size_mb in sizes)
                 if not _asks_for(task, asked, same_size=is_given):
@@ -489,9 +493,9 @@ class Residency:
     async def _submit(
         self, name: str, asked: Asked, terms: Model, now: Instant, *, held: bool = False
     ) -> Task:
-        """Submit a holder. Returns the new task, or that which another gateway has submitted for the same
-        model. `held`: the memory is in use already, so nothing checks whether it fits. Raises Problem for a
-        model that could never be loaded here."""
+        """Submit a holder. Returns the new task, or the task that another gateway has submitted for the
+        model. `held` is True if the memory is in use already, so that it is not checked whether it fits.
+        Raises Problem for a model that could never be loaded at this server."""
         parts, rules = self._parts, self.rules
         submission = Submission(
             tenant=rules.tenant,
@@ -513,10 +517,11 @@ class Residency:
         return new.task if record is None else record.task
 
     async def demand_of(self, model: str, *, is_there: bool = False) -> tuple[Asked, Described, bool]:
-        """Return the demand of a load of the model, its description, and whether its size is known. A model
-        that is there (`is_there`) counts on all GPUs of the server. Raises Problem, UnknownModel."""
+        """Return the demand of a load of the model, the description of the model, and True if its size is
+        known. With `is_there`, the model is in memory already and counts on all GPUs of the server. Raises
+        Problem, UnknownModel."""
         rules, granted_mb = self.rules, self.rules_of(model).gpu_mb
-        mine = [ledger.device for ledger in gpus_of(self._parts.world, rules)]
+        server_devices = [ledger.device for ledger in gpus_of(self._parts.world, rules)]
         try:
             described = await self.host.describe(model, DESCRIBE_SECONDS)
         except HostRefused as refused:
@@ -526,18 +531,19 @@ class Residency:
                 detail = f"server {rules.name} does not describe model {model[:100]}: {refused}"
                 raise Problem("model-not-loaded", detail) from None
             described = Described()
-        size_mb, sized = await self._size_of(model, described, {device.kind for device in mine})
-        seen = described.seen or [device.uuid for device in mine]
-        gpus = max(1, len(seen)) if is_there else self.rules_of(model).gpus
-        if size_mb and (fault := gpus_fault(rules.name, seen, gpus)):
+        size_mb, sized = await self._size_of(model, described, {device.kind for device in server_devices})
+        uuids = described.seen or [device.uuid for device in server_devices]
+        gpus = max(1, len(uuids)) if is_there else self.rules_of(model).gpus
+        if size_mb and (fault := gpus_fault(rules.name, uuids, gpus)):
             raise Problem("no-matching-device", f"model {model[:100]} cannot be loaded: {fault}")
         where = self._where(described.seen or rules.devices)
         return _asked(gpus if size_mb else 0, size_mb or None, where), described, sized
 
     async def _size_of(self, model: str, described: Described, kinds: set[str]) -> tuple[Mib, bool]:
-        """Return the size, and whether it is known. It is known if the operator gives it, the model runs on
-        CPUs, or it was measured. Otherwise it is estimated from the files. An ensemble has no memory of its
-        own: if its size is unknown, it is the sum of its steps, which are loaded with it."""
+        """Return the size of the model in MiB, and True if the size is known: given by the operator,
+        measured, or 0 for a model that runs on CPUs. An unknown size is estimated from the files. An ensemble
+        has no memory of its own: if its size is unknown, it is the sum of the sizes of its steps, which are
+        loaded with it."""
         granted_mb = self.rules_of(model).gpu_mb
         size_mb = Mib(0) if granted_mb is None and described.on_cpu else granted_mb
         if size_mb is None:
@@ -581,7 +587,8 @@ class Residency:
 
 
 def _pinned(world: World, task: Task) -> str:
-    """Return the sentence about pinned models that keep the memory it could have; empty without any."""
+    """Return a sentence about the pinned models that hold memory which the task could have; empty if there
+    are none."""
     models = [f'"{model_of(other).model[:100]}"' for other in pinned_in_the_way(world, task.demand)]
     if not models:
         return ""
@@ -590,18 +597,20 @@ def _pinned(world: World, task: Task) -> str:
 
 
 def _asks_for(task: Task, asked: Asked, *, same_size: bool = True) -> bool:
-    """Return True if the holder asks for these GPUs and, with `same_size`, for as much of each."""
+    """Return True if the holder asks for the GPUs of `asked` and, with `same_size`, for as much memory of
+    each."""
     demand = task.demand
     is_same_place = (demand.where.devices, demand.where.nodes) == (asked.where.devices, asked.where.nodes)
     return is_same_place and (not same_size or (demand.gpus, demand.gpu_mb) == (asked.gpus, asked.gpu_mb))
 
 
 def _asked(gpus: int, gpu_mb: Mib | None, where: PlacementConstraints) -> Asked:
-    """Return the demand of a model: memory of GPUs, and nothing else of a node."""
+    """Return the demand of a model, which takes memory of GPUs and nothing else of a node."""
     return Asked(gpus=gpus, gpu_mb=gpu_mb, cpu=0.0, memory_mb=0, where=where)
 
 
 def _is_unchanged(before: Task, now: Task | None) -> bool:
-    """Return True if the model is in memory as before: it is neither under notice nor loaded again."""
+    """Return True if the model is in memory as before: its holder is not under notice, and the model was not
+    loaded again."""
     is_there = now is not None and now.state is TaskState.RUNNING
     return is_there and now is not None and (now.id, now.fence) == (before.id, before.fence)

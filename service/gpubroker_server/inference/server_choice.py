@@ -21,10 +21,10 @@ from gpubroker_server.ports.store import StoreUnavailable
 log = structlog.get_logger("gpubroker.tasks.task")
 
 REPORT_SECONDS: Final = Seconds(30.0)
-"""Interval in which the leader is told which models were used."""
+"""Interval between reports to the leader about which models were used."""
 
 _NEVER: Final = 422
-"""The HTTP status of the problem that the model does not fit on that server, now or later."""
+"""The HTTP status of the problem that a model can never fit on a server."""
 
 
 class Residencies:
@@ -32,7 +32,7 @@ class Residencies:
         self.parts = parts
         self._each = tuple(Residency(parts, rules, host) for rules, host in served)
         self.is_up: Callable[[str], bool] = lambda _server: True
-        """Function that returns True if a server answers. The fleet sets it."""
+        """Function that returns True if the server of this name answers. The fleet sets it."""
 
     def __iter__(self) -> Iterator[Residency]:
         """Yield the residencies in the order of the settings."""
@@ -46,13 +46,13 @@ class Residencies:
         return [residency for residency in self._each if residency.of(model) is not None]
 
     def have(self, model: str) -> bool:
-        """Return True if the model is in memory at a server, also at one that does not answer now: the server
-        may answer by the time it is asked."""
+        """Return True if the model is in memory at a server. The server need not answer now: it may do so by
+        the time it is asked."""
         return any(residency.is_there(model) for residency in self._each)
 
     def priority_of(self, model: str, asked: int | None = None) -> int:
-        """Return the priority that was asked for, or else that of the first server whose settings name the
-        model, or else the default of the first server."""
+        """Return the first of these priorities that exists: the one that was asked for, that of the first
+        server whose settings name the model, and the default of the first server."""
         if asked is not None:
             return asked
         named = (residency for residency in self._each if model in residency.rules.models)
@@ -75,15 +75,15 @@ class Residencies:
         )
 
     async def ready_if_known(self, model: str, asked: int | None, seconds: float | None = None) -> bool:
-        """Wait until the model is in memory at one of the servers, at most `cold_seconds`, or less if the
-        request says so. Returns False if no server has such a model. Raises Problem."""
+        """Wait until the model is in memory at one of the servers: at most `seconds`, and never longer than
+        `cold_seconds`. Returns False if no server has such a model. Raises Problem."""
         priority, began = self.priority_of(model, asked), self.parts.clock.now()
         try:
             residency, _ = await self.want(model, priority)
             cold_seconds = residency.rules.cold_seconds
-            own = cold_seconds if seconds is None else min(seconds, cold_seconds)
+            most_seconds = cold_seconds if seconds is None else min(seconds, cold_seconds)
             # The time that storing the holder took is part of the wait.
-            left_seconds = Seconds(began + own - self.parts.clock.now())
+            left_seconds = Seconds(began + most_seconds - self.parts.clock.now())
             elsewhere = partial(self._can_answer, model, besides=residency)
             await residency.ready(model, priority, left_seconds, unless=elsewhere)
         except UnknownModel:
@@ -93,7 +93,8 @@ class Residencies:
         return True
 
     async def returned(self, model: str, asked: int | None, server: str) -> bool:
-        """Wait as `ready_if_known` does, for a model that the ledger has at `server`, which denies it."""
+        """Wait for a model that the ledger has at `server`, while the server denies it. Returns False if no
+        server has such a model. Raises Problem."""
         if (residency := self.at(server)) is not None and residency.is_there(model):
             await residency.returned(model, unless=partial(self._can_answer, model, besides=residency))
         return await self.ready_if_known(model, asked)
@@ -104,7 +105,7 @@ class Residencies:
             residency.report_dead(model)
 
     def try_again(self, model: str) -> None:
-        """Allow a load of the model that somebody asks for, even if one has failed lately."""
+        """Allow a load of the model by hand, even if one has failed lately."""
         for residency in self._each:
             residency.try_again(model)
 
@@ -175,13 +176,13 @@ class Residencies:
         )
 
     def _free_mb(self, rules: ServerRules) -> int:
-        """Return the free memory of the emptiest of the server's GPUs."""
+        """Return the free memory of the emptiest of the server's GPUs in MiB."""
         return max((ledger.offered_mb() for ledger in gpus_of(self.parts.world, rules)), default=0)
 
 
 class PlaceChecks:
-    """Logs once for each server that it has no place. Nodes join one after the other, so a place counts as
-    missing only if two checks in a row miss it while other nodes have joined."""
+    """Logs once for each server whose node or GPUs are missing. Nodes join one after the other, so a place
+    counts as missing only if two checks in a row miss it after other nodes have joined."""
 
     def __init__(self, world: World, servers: Sequence[ServerRules]) -> None:
         self._world = world

@@ -27,12 +27,12 @@ _CHECK_SECONDS: Final = Seconds(3.0)
 
 
 class Contents(NamedTuple):
-    """The models that a server says it has. A version of a model is listed as `model/version` as well."""
+    """The models that a server says it has."""
 
     known: frozenset[bytes] = frozenset()
     """Names of the models in the server's repository."""
     ready: frozenset[bytes] = frozenset()
-    """Names of the models in memory, and of their versions."""
+    """Names of the models in memory, and `model/version` for each version in memory."""
 
 
 def contents_of(models: Mapping[str, IndexedModel]) -> Contents:
@@ -53,11 +53,12 @@ class ServerChecks(Protocol):
         """Return the models of the server's repository, or None if the answer is no index."""
 
     async def change(self, server: "Server", model: str, *, loads: bool, within_seconds: Seconds) -> str:
-        """Have it load or unload the model. Return why it did not; empty if it did."""
+        """Have the server load or unload the model. Returns the reason why the server did not; empty if it
+        did."""
 
 
 class Endpoint:
-    """One of the protocols over which a server is asked, each on a port of its own."""
+    """One of the protocols over which a server is asked. Each has its own port."""
 
     __slots__ = ("_is_closed", "_now", "_server", "breaker", "check_wanted", "faults", "protocol", "refusal")
 
@@ -67,7 +68,7 @@ class Endpoint:
         self.protocol = protocol
         self.breaker = Breaker(rules)
         self.faults = 0
-        """Number of faults since the start."""
+        """The number of faults since the start."""
         self.check_wanted = asyncio.Event()
         """Set if there is reason to check at once whether the server answers, and which models it has."""
         self.refusal = ""
@@ -81,7 +82,8 @@ class Endpoint:
         return self.breaker.open_seconds(MonotonicSeconds(self._now()))
 
     def refused(self, why: str) -> None:
-        """The server does not accept the service's credentials: it answers, so it is not down."""
+        """Note that the server does not accept the service's credentials. Such a server answers, so it is not
+        down."""
         if not self.refusal and not self._is_closed:
             log.warning(
                 "a model server refuses the service", server=self._server, way=self.protocol, fault=why
@@ -117,8 +119,8 @@ class Server:
         rules: BreakerRules | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_managed`: True if the server's models are in the ledger, which then says which models it
-        has."""
+        """`is_managed` is True if the server's models are in the ledger, which then says which models the
+        server has."""
         self.name = name
         self.backend = backend
         self._checks = checks
@@ -130,7 +132,7 @@ class Server:
         self.in_flight = 0
         """Number of requests that were sent to the server and are not answered."""
         self.passed_on = 0
-        """Number of requests since the start that went to another server when this one failed."""
+        """The number of requests since the start that went to another server because this one had failed."""
         self.contents: Contents | None = None
         """The models that the server has; None if it has not said."""
 
@@ -143,11 +145,11 @@ class Server:
 
     @property
     def is_up(self) -> bool:
-        """Return True if at least one endpoint answers."""
+        """True if at least one endpoint answers."""
         return not all(endpoint.breaker.is_open for endpoint in self.endpoints)
 
     def note_load(self, model: bytes) -> None:
-        """Note that the server has loaded the model. The next check tells which versions."""
+        """Note that the server has loaded the model. The next check finds out which versions."""
         if self.contents is not None:
             known, ready = self.contents
             self.contents = Contents(known | {model}, ready | {model})
@@ -157,8 +159,8 @@ class Server:
         if self.contents is not None:
             known, ready = self.contents
             prefix = model + b"/"
-            left = frozenset(key for key in ready if key != model and not key.startswith(prefix))
-            self.contents = Contents(known, left)
+            ready_now = frozenset(key for key in ready if key != model and not key.startswith(prefix))
+            self.contents = Contents(known, ready_now)
 
     async def check(self, endpoint: Endpoint, within_seconds: Seconds) -> None:
         """Check that the server answers at the endpoint as it should. Raises NotFetched."""
@@ -169,7 +171,7 @@ class Server:
         return await self._checks.index(self, within_seconds)
 
     async def change(self, model: str, *, loads: bool, within_seconds: Seconds) -> None:
-        """Have it load or unload a model that the ledger does not know. Raises Problem."""
+        """Have the server load or unload a model that the ledger does not know. Raises Problem."""
         try:
             fault = await self._checks.change(self, model, loads=loads, within_seconds=within_seconds)
         except NotFetched as failed:
@@ -205,7 +207,8 @@ class Fleet:
     """All model servers, and the choice among them."""
 
     def __init__(self, servers: Sequence[Server], residencies: Residencies | None = None) -> None:
-        """`servers`: one server or more. `residencies`: the models of the servers that the ledger manages."""
+        """`servers` has at least one server. `residencies` are the models of the servers that the ledger
+        manages."""
         self.servers = tuple(servers)
         self._only = servers[0] if len(servers) == 1 else None
         self._residencies = residencies
@@ -254,13 +257,13 @@ class Fleet:
         if len(able) == 1:
             return None if tried else able[0]
         having = self._having(able, target) if target.model else []
-        left = [server for server in having or able if server not in tried]
-        up = [server for server in left if not server.endpoint(over_grpc).breaker.is_open]
+        untried = [server for server in having or able if server not in tried]
+        up = [server for server in untried if not server.endpoint(over_grpc).breaker.is_open]
         if having and up:
             return before if before in up else self._least_busy(up)
         if up:
             return up[0]
-        return left[0] if left and not tried else None
+        return untried[0] if untried and not tried else None
 
     def another_has(self, target: Target, tried: Collection[Server], *, over_grpc: bool) -> bool:
         """Return True if a server that was not `tried` has the model in memory and answers."""
@@ -274,16 +277,16 @@ class Fleet:
         )
 
     def all_for(self, target: Target, over_grpc: bool) -> list[Server]:
-        """Return the servers that get a request which is not for one server alone: those that have its model,
-        and among these only those that answer, if any does. Returns nothing if one server gets the request as
-        it came."""
+        """Return the servers that get a request which is not for one server alone: the servers that have its
+        model, without those that do not answer, unless none answers. Returns an empty list if one server gets
+        the request as it came."""
         if target.operation.fan_out is None or not self.has_choice(over_grpc):
             return []
         able = self._able(over_grpc)
         having = self._having(able, target) if target.model else able
         up = [server for server in having if not server.endpoint(over_grpc).breaker.is_open]
-        found = up or [*having]
-        return found if len(found) > 1 or target.operation.unloads else []
+        chosen = up or [*having]
+        return chosen if len(chosen) > 1 or target.operation.unloads else []
 
     def _able(self, over_grpc: bool) -> Sequence[Server]:
         if not over_grpc:
@@ -319,7 +322,7 @@ class Fleet:
         return server.contents is not None and key in server.contents.ready
 
     def _least_busy(self, servers: Sequence[Server]) -> Server:
-        # Of servers with equally many requests `min` takes the first, which is another one at each turn.
+        # Of servers with equally many requests `min` takes the first: a different server at each turn.
         self._turns += 1
         first = self._turns % len(servers)
         return min((*servers[first:], *servers[:first]), key=lambda server: server.in_flight)

@@ -1,5 +1,5 @@
-"""A gateway's share of the slots of models. The gateway claims the slots that the leader gives in the
-database, then uses them."""
+"""A gateway's share of the slots of models. The gateway writes a claim on the slots that the leader gives it
+to the database, and then uses them."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -15,9 +15,9 @@ from gpubroker_server.ports.store import Clock, StoreUnavailable
 EVERY_SECONDS: Final = Seconds(1.0)
 
 _USABLE_SECONDS: Final = Seconds(HOLD_SECONDS - FRESH_SECONDS)
-"""Time for which a written claim is used, by the clock of the lanes. The lanes check it at each request: a
-process that was asleep for longer notices that before it sends one. The leader counts a claim for
-HOLD_SECONDS, which are FRESH_SECONDS more."""
+"""Time for which a written claim is used, by the clock of the lanes. The lanes check the time at each
+request, so that a process that was asleep for longer notices that before it sends a request. The leader
+counts a claim for HOLD_SECONDS, which is FRESH_SECONDS longer."""
 
 
 class SlotLeases:
@@ -30,8 +30,8 @@ class SlotLeases:
         clock: Clock,
         leader: Callable[[], LeaderSeen | None],
     ) -> None:
-        """`slots`: model -> slots of all gateways together. `leader`: returns the leader's newest message.
-        Until the leader gives more, each model gets one request at a time."""
+        """`slots` maps a model to the number of its slots at all gateways together. `leader` returns the
+        leader's newest message. Until the leader gives more slots, each model gets one request at a time."""
         self._name = name
         self._slots = slots
         self._lanes = lanes
@@ -48,20 +48,20 @@ class SlotLeases:
             await asyncio.sleep(EVERY_SECONDS)
 
     async def renew(self) -> None:
-        """Renew the claims. In this order no slot has two users: use fewer slots at once, claim, and only
-        then use more, unless the leader's message that gave them is stale by then."""
-        # Both times are taken before the claim is written: what they bound ends too early rather than late.
+        """Renew the claims. So that no slot has two users, a smaller share is used at once, then the claim is
+        written, and only then is a larger share used, unless the leader's message is stale by then."""
+        # Both times are taken before the claim is written: the claim may end too early, but never too late.
         began, now, leader = self._lanes.now(), self._clock.now(), self._leader()
         if leader is not None and leader.slots is None:  # The leader's release does not divide slots.
             self._lanes.limits_end_at = inf
             for model, slots in self._slots.items():
                 self._lanes.limit(model, slots)
             return
-        given = {} if leader is None or leader.at < now - FRESH_SECONDS else self._given_by(leader)
+        shares = {} if leader is None or leader.at < now - FRESH_SECONDS else self._given_by(leader)
         holds: dict[str, int] = {}
         for model in self._slots:
             load = self._lanes.load(model)
-            share = given.get(model, load.slots)
+            share = shares.get(model, load.slots)
             self._lanes.limit(model, min(share, load.slots))
             # Requests in flight go on, so their slots stay claimed although the share is smaller.
             holds[model] = max(share, load.in_flight)
@@ -70,14 +70,14 @@ class SlotLeases:
             return
         self._lanes.limits_end_at = began + _USABLE_SECONDS
         if leader is not None and self._clock.now() <= leader.at + FRESH_SECONDS:
-            for model, share in given.items():
+            for model, share in shares.items():
                 self._lanes.limit(model, share)
 
     async def _claim(self, claim: Claim) -> bool:
         """Write the claim. Returns True if it was written before the previous one ended."""
-        left = self._lanes.limits_end_at - self._lanes.now()
+        seconds_left = self._lanes.limits_end_at - self._lanes.now()
         try:
-            async with asyncio.timeout(left if 0 < left < inf else None):
+            async with asyncio.timeout(seconds_left if 0 < seconds_left < inf else None):
                 await self._store.claim_slots(claim)
         except (TimeoutError, StoreUnavailable):
             return False
@@ -89,5 +89,5 @@ class SlotLeases:
 
     def _given_by(self, leader: LeaderSeen) -> dict[str, int]:
         shares = leader.slots or {}
-        given = {model: shares.get(model, {}).get(self._name) for model in self._slots}
-        return {model: share for model, share in given.items() if share is not None}
+        own_shares = {model: shares.get(model, {}).get(self._name) for model in self._slots}
+        return {model: share for model, share in own_shares.items() if share is not None}

@@ -1,1 +1,1 @@
-"""The doors to the world as Protocols, one file per door."""
+"""Protocols of everything outside the process that the service uses, one file per port."""

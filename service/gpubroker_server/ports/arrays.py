@@ -18,32 +18,32 @@ class ItemCounts(Struct, frozen=True):
     last_page: int = 0
     first_at: Instant | None = None
     last_at: Instant | None = None
-    """The times when the first and the latest of them were stored."""
+    """The time at which the latest of the done items was stored; `first_at` is that of the first."""
     size_bytes: int = 0
-    """The bytes of their lines."""
+    """The size of the done items' lines in bytes."""
 
     @property
     def per_second(self) -> float | None:
-        """The mean rate; None until there are two times."""
+        """The mean rate in items per second; None until two items were stored at different times."""
         if self.first_at is None or self.last_at is None or self.last_at <= self.first_at:
             return None
         return self.done / (self.last_at - self.first_at)
 
 
 class PageFilter(NamedTuple):
-    """Pages of an array, in the order of their items, or of their commits."""
+    """Selects pages of an array, in the order of their items or, if `by_commit`, of their commits."""
 
     array: TaskId
     by_commit: bool = False
     after: int = -1
-    """Selects pages with a later item, or with a higher number."""
+    """Selects pages with an item after this one or, if `by_commit`, pages with a higher number."""
     failed: bool | None = None
     """Selects pages with a failed item (True), or with one that succeeded (False)."""
     limit: int = 100
 
 
 class ItemPages(Protocol):
-    """The pages of results, which decisions write."""
+    """Reads the pages of results. Decisions write them."""
 
     async def item_counts(self, array: TaskId) -> ItemCounts: ...
 

@@ -20,16 +20,16 @@ class RequestHead(NamedTuple):
 
 
 class Trouble(StrEnum):
-    """The reason why there is no answer, or only a part of one."""
+    """Reasons why a request has no answer, or only a part of one."""
 
     UNREACHABLE = "unreachable"
     """Nothing was sent: the very same request may be sent again."""
     BROKEN = "broken"
     """The connection was lost, or what came over it is no answer. The request may have been carried out."""
     SILENT = "silent"
-    """Nothing came for longer than the server may take. The request may have been carried out."""
+    """The server sent nothing for longer than it may take. The request may have been carried out."""
     BUSY = "busy"
-    """Too many wait for a connection already; nothing was sent."""
+    """Too many requests already wait for a connection; nothing was sent."""
     TOO_LARGE = "too_large"
     """The head is longer than the server takes; nothing was sent."""
     UNAUTHORIZED = "unauthorized"
@@ -37,18 +37,18 @@ class Trouble(StrEnum):
 
 
 UNAUTHORIZED_STATUSES: Final = frozenset({401, 403, 407})
-"""HTTP statuses of a server to which the service, and not the client, is a stranger."""
+"""HTTP statuses with which a server refuses the service's own credentials, not the client's."""
 
 
 class ResponseHandler(Protocol):
-    """The request as the backend sees it: head and end are told once each, or the trouble instead.
+    """The request as the backend sees it. The backend reports head and end once each, or the trouble instead.
 
-    Everything is called on the event loop's thread, and never before `ModelBackend.ask` has returned.
+    All methods are called on the event loop's thread, and never before `ModelBackend.ask` has returned.
     """
 
     def on_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:
-        """The headers as they came, without those that only concern the connection. `body_bytes` is None if
-        the length is not known before the end."""
+        """Report the head, with the headers as they came, without those that only concern the connection.
+        `body_bytes` is None if the length is not known before the end."""
 
     def on_body(self, data: bytes) -> None: ...
 
@@ -58,11 +58,11 @@ class ResponseHandler(Protocol):
         """Report that nothing more comes."""
 
     def on_pause(self) -> None:
-        """Report that this was all that has come for now; the client should have it."""
+        """Report that nothing more has come for now, so that the client gets what has come."""
         return
 
     def pause_body(self) -> None:
-        """Do not write for now: the server takes no more."""
+        """Have the request write nothing for now: the server takes no more."""
         return
 
     def resume_body(self) -> None:
@@ -73,15 +73,15 @@ class UpstreamRequest(Protocol):
     """One request on its way to a server."""
 
     def write(self, data: bytes) -> None:
-        """The next bytes of the body; `flush` or `end` sends them, with the head or as one chunk. They are
-        taken, and kept, also while the body is paused."""
+        """Take the next bytes of the body. `flush` or `end` sends them, with the head or as one chunk. Bytes
+        are also taken, and kept, while the body is paused."""
 
     def end(self) -> None:
-        """The body is complete."""
+        """Note that the body is complete, and send the rest of it."""
 
     def cancel(self) -> None:
-        """The answer is no longer wanted: the connection is closed, which tells the server. Nothing more is
-        told. Without effect after the end."""
+        """Give up the answer. The connection is closed, which tells the server, and the handler is not called
+        any more. Does nothing after the end."""
 
     def flush(self) -> None:
         return
@@ -119,11 +119,11 @@ class ModelBackend(Protocol):
     async def fetch(
         self, head: RequestHead, body: bytes = b"", within_seconds: float = 10.0, *, is_check: bool = False
     ) -> Fetched:
-        """Ask on behalf of the service itself, over a connection as clients' requests use them. Returns the
-        whole answer. Raises NotFetched."""
+        """Send a request of the service itself, over the same connections as clients' requests, and return
+        the whole answer. Raises NotFetched."""
 
     async def close(self) -> None:
-        """Close all connections; requests on them end in trouble."""
+        """Close all connections. Requests on them end with a Trouble."""
 
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -131,17 +131,17 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class CallFailed(Exception):
-    """The call has failed. The texts are those of the server, or of the library, as a client of the server
-    would see them."""
+    """Raised by a call that has failed. `detail` and `metadata` come from the server or from the library, as
+    a client of the server would see them."""
 
     def __init__(
         self, code: int, detail: str, metadata: Metadata, trouble: Trouble | None = None, server: str = ""
     ) -> None:
         super().__init__(detail)
         self.server = server
-        """The name of the one that was called."""
+        """The name of the server that was called."""
         self.code = code
-        """The code in gRPC's numbering."""
+        """The status code, as gRPC numbers it."""
         self.detail = detail
         self.metadata = metadata
         """The trailing metadata."""
@@ -156,13 +156,14 @@ class CallReply(NamedTuple):
 
 
 class CallStream(Protocol):
-    """Messages both ways, for as long as either side likes. Each call may be cancelled."""
+    """A stream of messages in both directions, until both sides have ended it. Each method may be
+    cancelled."""
 
     async def write(self, message: bytes) -> None:
         """Write a message, and return once the server can take it."""
 
     async def end(self) -> None:
-        """End the writing; the server may still answer."""
+        """Tell the server that no more messages follow. The server may still answer."""
 
     async def first(self) -> Metadata: ...
 
@@ -172,7 +173,7 @@ class CallStream(Protocol):
     async def last(self) -> Metadata: ...
 
     def cancel(self) -> None:
-        """The rest is not wanted. Without effect after the end."""
+        """Give up the rest of the stream. Does nothing after the end."""
 
 
 class CallBackend(Protocol):

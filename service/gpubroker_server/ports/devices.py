@@ -11,20 +11,23 @@ from gpubroker_server.core.domain.units import Mib
 
 
 class DeviceLost(Exception):
-    """The driver has lost the GPU: no process can use it any more. The text says it in the driver's words."""
+    """Raised if the driver has lost the GPU, so that no process can use it any more. The text is the driver's
+    message."""
 
 
 class NoDevices(Exception):
-    """The machine shows no GPU now. The text says why, in words for the operator."""
+    """Raised if the machine shows no GPU now. The text tells the operator why."""
 
     def __init__(self, why: str, *, is_proven: bool) -> None:
-        """`is_proven`: True if the driver itself says that the machine has no GPU, so that none is in use."""
+        """`is_proven` is True if the driver itself says that the machine has no GPU, so that none is in
+        use."""
         super().__init__(why)
         self.is_proven = is_proven
 
 
 class DevicesFound(Exception):
-    """The driver was asked again: these are to be asked from now on."""
+    """Raised if the driver was asked again and has found devices. `probes` replace the probes that were used
+    before."""
 
     def __init__(self, probes: "Sequence[DeviceProbe]") -> None:
         self.probes = probes
@@ -37,11 +40,11 @@ class DeviceProbe(Protocol):
     """The name that people read while no UUID is known."""
 
     def read(self, holders: Mapping[str, "ProcessGroup"]) -> Sequence["DeviceReading"]:
-        """Return one entry per device. `holders`: by the key of a run (`mark_of`). One call at a time; it may
-        hang.
+        """Measure the devices, and return one entry per device. `holders` maps the key of a run (`mark_of`)
+        to its processes. Only one call is made at a time, and a call may hang.
 
-        Raises DeviceLost, NoDevices, DevicesFound, and whatever the driver raises if it cannot say which
-        devices there are.
+        Raises DeviceLost, NoDevices, DevicesFound, and whatever the driver raises if it cannot list the
+        devices.
         """
 
 
@@ -52,8 +55,8 @@ class ProcessGroup(Struct, frozen=True):
 
 
 class MeasuredDevice(Struct, frozen=True):
-    """A DeviceSample by UUID. If use cannot be attributed to processes, `foreign_mb` is None and `by_holder`
-    empty."""
+    """The values of a DeviceSample, for the device with this UUID. If use cannot be attributed to processes,
+    `foreign_mb` is None and `by_holder` empty."""
 
     uuid: str
     used_mb: Mib

@@ -1,4 +1,4 @@
-"""Port to what runs tasks."""
+"""Port to the executor, which runs tasks on nodes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -39,11 +39,11 @@ class Executor(Protocol):
         """
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
-        """Send committed orders. An order that cannot be delivered comes back as a report. Nothing is sent
-        after the term."""
+        """Send committed orders. A report tells of each order that cannot be delivered. No order is sent
+        after the end of the term."""
 
     async def flush(self) -> None:
-        """Wait until agents have taken all orders, except agents that do not answer. Call it with a
+        """Wait until agents have taken all orders, except agents that do not answer. The caller sets a
         timeout."""
 
     async def stand_back(self) -> None:
@@ -56,23 +56,25 @@ class Executor(Protocol):
         """Have these nodes measure their devices now; agents answer with Sampled."""
 
     def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
-        """Have this node tell what these logs have from a byte on; its agent answers with Logged."""
+        """Have this node send each of these logs from the given byte on; its agent answers with Logged."""
 
     def look_at_disks(self, order: DiskOrder) -> None:
         """Have this node look for what may be deleted, or delete it; the answer is a DiskReport."""
 
     def answer(self, answer: ObjectAnswer) -> None:
-        """Tell a run what it asked about an object. If this is lost, its agent asks again."""
+        """Send a run the answer to its question about an object. If the answer is lost, the run's agent asks
+        again."""
 
     async def reports(self) -> Sequence[Report | TermRefused | ObjectQuestion]:
-        """Return all reports since the last call, in order per run; waits for at least one."""
+        """Wait for at least one report, and return all reports since the last call. Reports of one run are in
+        order."""
 
     @property
     def is_connected(self) -> bool:
-        """True if it hears its nodes. This is asked in every cycle."""
+        """True if reports of nodes can arrive. The leader reads this in every cycle."""
 
     def status(self) -> Mapping[str, Any]:
-        """Return the status that people read, with something of each node. Keys: state, address, message;
-        `agents`, if there are any: release by node; `home`, of Ray: which local Ray, or empty."""
+        """Return the status that people read. The keys are `state`, `address` and `message`; `agents` maps a
+        node to the release of its agent, if there are agents; `home` names the local Ray, or is empty."""
 
     async def close(self, *, stop_cluster: bool) -> None: ...

@@ -13,11 +13,12 @@ class IdleTemplate(Struct, frozen=True):
     template: Template
     tenant: str
     task: str
-    """The body of its tasks, as JSON text."""
+    """The request body of the template's tasks, as JSON text."""
     token: str
-    """The sha256 of the token that made it; its tasks are submitted for its holder."""
+    """The sha256 of the token that made the template. The template's tasks are submitted for this token's
+    holder."""
     made_by: str
-    """The name of that token."""
+    """The name of the token that made the template."""
     made_at: Instant
 
     @property
@@ -29,11 +30,11 @@ class IdleTemplates(Protocol):
     """The stored idle templates. Each call may raise StoreUnavailable."""
 
     async def put_idle_template(self, template: IdleTemplate) -> bool:
-        """Add one; False if the name exists."""
+        """Add a template. Returns False if the name exists."""
 
     async def idle_templates(self, now: Instant | None = None) -> Sequence[IdleTemplate]:
-        """Return the templates by name. With `now`, only those with a token that exists and has not expired
-        then."""
+        """Return the templates, sorted by name. With `now`, return only templates whose token exists and has
+        not expired at that time."""
 
     async def drop_idle_template(self, name: str, *, by: str) -> bool:
-        """False if there is none."""
+        """Remove a template. Returns False if there is none of this name."""

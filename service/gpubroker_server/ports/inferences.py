@@ -11,11 +11,11 @@ from gpubroker_server.core.serving.batching import InferenceRequest, InferenceRe
 
 class InferenceFault(StrEnum):
     UNREACHABLE = "unreachable"
-    """Nothing was sent, or the server takes nothing now: send it again later."""
+    """Nothing was sent, or the server takes no requests now. The request may be sent again later."""
     NOT_THERE = "not_there"
     """The server does not have the model now."""
     REFUSED = "refused"
-    """The model does not take such a request; the same one would be refused again."""
+    """The model does not take such a request, and would refuse it again."""
     FAILED = "failed"
     """The model, or its server, failed."""
     DEAD = "dead"
@@ -25,7 +25,7 @@ class InferenceFault(StrEnum):
 
 
 class InferenceFailed(Exception):
-    """A request without a response; the text has the server's words."""
+    """Raised for a request without a response. The text contains the server's message."""
 
     def __init__(self, fault: InferenceFault, message: str) -> None:
         super().__init__(message)
@@ -33,15 +33,16 @@ class InferenceFailed(Exception):
 
 
 class Batching(Struct, frozen=True):
-    """Tells if several requests may be sent to a model as one."""
+    """Says whether several requests may be sent to a model as one."""
 
     most_rows: int = 1
-    """The most rows at once, as its configuration says; 1 if it takes no batches, or keeps state between
-    requests."""
+    """The most rows of one request, as the model's configuration says; 1 if the model takes no batches, or
+    keeps state between requests."""
 
 
 ReadObject = Callable[[str, int], AsyncIterator[bytes]]
-"""Yields the bytes of an object of that digest and size, in parts. Raises InferenceFailed if it is gone."""
+"""Function that yields the bytes of the object with this digest and size, in parts. The size is in bytes.
+Raises InferenceFailed if the object is gone."""
 
 
 class InferenceClient(Protocol):
@@ -53,8 +54,8 @@ class InferenceClient(Protocol):
     async def infer(
         self, model: str, request: InferenceRequest, read: ReadObject | None = None
     ) -> InferenceResponse:
-        """`read` gives the data of the tensors that name objects. Raises InferenceFailed, also what `read`
-        raises."""
+        """Send a request, and return its response. `read` yields the data of tensors that name objects.
+        Raises InferenceFailed, and also what `read` raises."""
 
     async def batching(self, model: str, version: str) -> Batching: ...
 

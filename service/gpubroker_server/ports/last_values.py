@@ -1,4 +1,5 @@
-"""Values that processes publish to each other and that are no events: only the newest of each counts."""
+"""Values that processes publish to each other. They are not events: only the newest value of each kind
+counts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from gpubroker_server.core.serving.slots import Claim, Shares
 
 
 class LeaderSeen(Struct, frozen=True):
-    """The leader, as it last published itself."""
+    """The leader's state, as the leader last published it."""
 
     term: Term
     holder: str
@@ -23,9 +24,9 @@ class LeaderSeen(Struct, frozen=True):
     executor: Mapping[str, Any]
     """The mapping that `Executor.status` returns."""
     paused: PausedDetection | None = None
-    """The silent nodes that it does not give up."""
+    """The silent nodes that the leader does not give up; None if detection of silent nodes is not paused."""
     silent: Mapping[NodeName, Instant] = field(default_factory=dict)
-    """Nodes with a late heartbeat, and when it last came."""
+    """Node with a late heartbeat -> the time of its last heartbeat."""
     slots: Mapping[str, Shares] | None = None
     """Model -> the slots that each gateway may claim; None if the leader divides none."""
     fleet: FleetSeen | None = None
@@ -33,7 +34,7 @@ class LeaderSeen(Struct, frozen=True):
     lease_seconds: Seconds = Seconds(0.0)
     """The time that the leader may lead without another renewal."""
     release: str = ""
-    """The release of its software; empty: 0.2.0, which does not say it."""
+    """The release of the leader's software; empty for release 0.2.0, which does not publish it."""
 
 
 class LastValues(Struct, frozen=True):
@@ -42,11 +43,12 @@ class LastValues(Struct, frozen=True):
     samples: Sequence[DeviceSample] = ()
     progress: Mapping[TaskId, Progress] = field(default_factory=dict)
     leader: LeaderSeen | None = None
-    """The leader, with `fleet.idle` empty: a large fleet has much of it, and it changes once a minute."""
+    """The leader, with `fleet.idle` empty. Idle devices are in `idle`, because a large fleet has many of them
+    and they change only once a minute."""
     idle: Sequence[Idle] | None = None
-    """The idle devices, published by themselves; None if they are as they were."""
+    """The idle devices; None if they have not changed."""
     ended: Sequence[TaskId] = ()
-    """Runs that have ended: remove their progress."""
+    """Runs that have ended, and whose progress is removed."""
     nodes: Sequence[NodeSample] = ()
 
 
@@ -59,13 +61,13 @@ class Presence(Struct, frozen=True):
     """Claims (`mark_of`) to which the gateway sends no more requests, and of which all requests are
     answered."""
     in_use: frozenset[str] = frozenset()
-    """Models that have a request here, under way or waiting."""
+    """Models that have a request at this gateway, under way or waiting."""
     recent: frozenset[str] = frozenset()
-    """Models that had one here within `triton.yields_to_tasks_seconds`."""
+    """Models that had a request at this gateway within `triton.yields_to_tasks_seconds`."""
 
 
 PRESENT_SECONDS = Seconds(5.0)
-"""A gateway without a sign of life for so long counts as gone."""
+"""Time after its last sign of life from which a gateway counts as gone."""
 
 
 class PresenceStore(Protocol):
@@ -78,7 +80,7 @@ class PresenceStore(Protocol):
         """Remove the presence of a gateway that ends. Raises StoreUnavailable."""
 
     async def presences(self) -> Sequence[Presence]:
-        """The last one of each gateway, however old. Raises StoreUnavailable."""
+        """Return the last presence of each gateway, however old. Raises StoreUnavailable."""
 
 
 class SlotStore(Protocol):
@@ -88,7 +90,7 @@ class SlotStore(Protocol):
         """Replace the last claim of this gateway. Raises StoreUnavailable."""
 
     async def slot_claims(self) -> Sequence[Claim]:
-        """The last claim of each gateway, however old. Raises StoreUnavailable."""
+        """Return the last claim of each gateway, however old. Raises StoreUnavailable."""
 
     async def drop_slots(self, gateway: str) -> None:
         """Remove the claim of a gateway. Raises StoreUnavailable."""
@@ -99,9 +101,9 @@ class LastValueStore(Protocol):
     second."""
 
     async def publish(self, term: Term, number: int, values: LastValues) -> None:
-        """`number` counts the publications of a term, from 1. The first deletes those of older terms. Raises
-        StoreUnavailable."""
+        """Publish values. `number` counts the publications of a term, from 1. The first publication deletes
+        those of older terms. Raises StoreUnavailable."""
 
     async def published(self, after: int) -> tuple[int, LastValues]:
-        """Return what was published since, and the `after` of the next call; 0 reads all. Raises
-        StoreUnavailable."""
+        """Return the `after` of the next call, and the values that were published after `after`; 0 reads all
+        of them. Raises StoreUnavailable."""

@@ -1,5 +1,5 @@
-"""The doors of the gateway to the data plane: which model servers there are, and which models they have in
-memory. The data plane implements them; neither knows the other."""
+"""Ports of the gateway to the data plane: which model servers there are, and which models they have in
+memory. The data plane implements these Protocols, and neither side imports the other."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
@@ -34,7 +34,8 @@ class ServerEndpoint(Protocol):
 
     @property
     def refusal(self) -> str:
-        """How the server last refused the service's credentials; empty if it accepts them."""
+        """The server's last refusal of the service's credentials, in words; empty if the server accepts
+        them."""
 
 
 class KnownServer(Protocol):
@@ -45,30 +46,31 @@ class KnownServer(Protocol):
 
     @property
     def is_managed(self) -> bool:
-        """True if its models are in the ledger."""
+        """True if the server's models are in the ledger."""
 
     @property
     def is_up(self) -> bool:
-        """True if it answers at one endpoint at least."""
+        """True if the server answers at one endpoint at least."""
 
     @property
     def endpoints(self) -> Sequence[ServerEndpoint]: ...
 
     @property
     def in_flight(self) -> int:
-        """Requests that were sent to it and are not answered."""
+        """The number of requests that were sent to the server and are not answered."""
 
     async def index(self, within_seconds: Seconds) -> Mapping[str, IndexedModel] | None:
-        """Ask for its models. Returns None if the answer is no index. Raises NotFetched."""
+        """Ask the server for its models. Returns None if the answer is no index. Raises NotFetched."""
 
     async def change(self, model: str, *, loads: bool, within_seconds: Seconds) -> None:
-        """Have it load or unload a model. Raises Problem."""
+        """Have the server load or unload a model. Raises Problem."""
 
     def lists(self, model: str) -> bool:
-        """Return whether its last index had the model."""
+        """Return True if the server's last index had the model."""
 
     async def may_have(self, model: str) -> bool:
-        """Ask for its models. Returns False only if the server says that its repository lacks this one."""
+        """Ask the server for its models. Returns False only if the server says that its repository lacks this
+        model."""
 
     async def close(self) -> None: ...
 
@@ -89,7 +91,7 @@ class ModelResidency(Protocol):
         """Return the tasks of all models of this server, without the server's own base cost."""
 
     async def repository(self) -> Mapping[str, IndexedModel] | None:
-        """Return the server's index, or None while it does not answer."""
+        """Return the server's index, or None while the server does not answer."""
 
     def priority_of(self, model: str) -> int:
         """Return the priority of requests that state none."""
@@ -100,8 +102,8 @@ class ModelResidency(Protocol):
         """Forget that the model's load has failed lately."""
 
     async def demand_of(self, model: str) -> tuple[Asked, Described, bool]:
-        """Return what a load would ask for, the server's description, and whether the size is known. Raises
-        Problem, UnknownModel."""
+        """Return what a load would ask for, the server's description of the model, and True if the model's
+        size is known. Raises Problem, UnknownModel."""
 
     async def want(self, model: str, priority: int, *, queued: bool = False, measured: bool = False) -> Task:
         """Return the model's holder, made if there is none. Raises Problem, UnknownModel or
@@ -120,19 +122,20 @@ class ModelResidency(Protocol):
         """Raise Problem model-is-step if a loaded ensemble needs the model."""
 
     async def ask_leader(self, task: Task, what: str, **fields: object) -> bool:
-        """Return whether the leader has carried that out by now. Raises StoreUnavailable."""
+        """Ask the leader for a change. Returns True if the leader has carried it out in time. Raises
+        StoreUnavailable."""
 
 
 class ModelResidencies(Protocol):
     """The models of all servers in the ledger."""
 
     def __iter__(self) -> Iterator[ModelResidency]:
-        """Yield them in the order of the settings."""
+        """Yield the residencies in the order of the settings."""
 
     def at(self, server: str) -> ModelResidency | None: ...
 
     def holding(self, model: str) -> Sequence[ModelResidency]:
-        """Return where the model is in memory, or waits for it."""
+        """Return the residencies of the servers where the model is in memory, or waits for memory."""
 
     def priority_of(self, model: str, asked: int | None = None) -> int:
         """Return the priority of requests that state none."""
@@ -141,5 +144,5 @@ class ModelResidencies(Protocol):
         """Forget that the model's load has failed lately."""
 
     async def want(self, model: str, priority: int, *, queued: bool = False) -> tuple[ModelResidency, Task]:
-        """Return the model's holder, made if there is none, and where it is. Raises Problem, UnknownModel,
-        StoreUnavailable."""
+        """Return the model's holder, made if there is none, and the residency that it belongs to. Raises
+        Problem, UnknownModel, StoreUnavailable."""

@@ -28,11 +28,11 @@ class Described(Struct, frozen=True):
     """The facts about a model before it is loaded, for a first estimate of its size."""
 
     file_bytes: int | None = None
-    """Size of the model's files in the repository; None where they cannot be seen."""
+    """The size of the model's files in the repository in bytes; None where the files cannot be seen."""
     steps: tuple[str, ...] = ()
     """The models that are loaded with this one, if it is an ensemble."""
     versions: tuple[str, ...] = ()
-    """The versions that would be loaded, in the order that an index has; empty where they cannot be seen."""
+    """The versions that would be loaded, in the order of an index; empty where they cannot be seen."""
     revision: str = ""
     """A text that changes with the model's files; empty where they cannot be seen."""
     on_cpu: bool = False
@@ -57,7 +57,7 @@ class HostFault(StrEnum):
     NOT_ALLOWED = "not_allowed"
     """The server does not load on request: it runs without `--model-control-mode=explicit`."""
     OTHER_GPUS = "other_gpus"
-    """The server sees other GPUs than those of the model's lease; nothing was loaded."""
+    """The server sees other GPUs than the ones of the model's lease; nothing was loaded."""
 
 
 class HostRefused(Exception):
@@ -76,11 +76,11 @@ class ModelHost(Protocol):
 
     @property
     def address(self) -> str:
-        """The address that is the same for every name of this server."""
+        """An address that identifies the server, whatever name the settings use for it."""
 
     async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
-        """Load the model and return when it is ready; return at once if it is ready already. `devices`: the
-        devices of the model's lease, which must be exactly the GPUs that the server sees."""
+        """Load the model and return when it is ready; return at once if it is ready already. `devices` are
+        the devices of the model's lease, which must be exactly the GPUs that the server sees."""
 
     async def unload(self, model: str, within_seconds: Seconds) -> None:
         """Unload the model, and with an ensemble its steps. Return when the server has accepted the call,
@@ -110,8 +110,8 @@ class ModelHost(Protocol):
         """Send a loaded model a request whose values are zeros. Raises HostRefused FAILED with the model's
         error message.
 
-        `rows` is 0 for a model whose requests have no batch dimension. `shapes`: input -> its shape without
-        rows. An input that is not in `shapes` has the shape of the model's metadata, with 1 for each
+        `rows` is 0 for a model whose requests have no batch dimension. `shapes` maps an input to its shape
+        without rows. An input that is not in `shapes` has the shape of the model's metadata, with 1 for each
         dimension that may have any length.
         """
 

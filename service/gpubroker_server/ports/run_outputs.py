@@ -1,4 +1,4 @@
-"""Port to the records of what was collected of the files of runs."""
+"""Port to the records of the output files that were collected from runs."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,7 +9,8 @@ from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 
 
 class RunOutput(Struct, frozen=True):
-    """The files that one run has left: the object with their archive, or why there is none."""
+    """The files that one run has left: the digest of their archive, or a message that says why there is no
+    archive."""
 
     task: TaskId
     fence: Fence
@@ -22,10 +23,10 @@ class RunOutput(Struct, frozen=True):
 
 
 class OutputRows(Protocol):
-    """Each call may raise StoreUnavailable."""
+    """The records of collected files. Each call may raise StoreUnavailable."""
 
     async def keep_output(self, output: RunOutput) -> None:
-        """Keep it, in place of an earlier one of this run."""
+        """Store the record, in place of an earlier record of this run."""
 
     async def outputs_of(self, task: TaskId) -> Sequence[RunOutput]:
-        """Return those of all attempts, in their order."""
+        """Return the records of all attempts of the task, in the order of the attempts."""

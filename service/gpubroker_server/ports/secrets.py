@@ -5,11 +5,11 @@ from typing import Protocol
 
 
 class SecretStore(Protocol):
-    """The secrets by tenant and name. Every process on one database sees the same. Each call may raise
+    """The secrets by tenant and name. All processes on one database see the same secrets. Each call may raise
     StoreUnavailable."""
 
     async def put(self, tenant: str, name: str, text: str) -> None:
-        """Store a secret. It is durable when this returns."""
+        """Store a secret, and return once it is durable."""
 
     async def names(self, tenant: str) -> Sequence[str]:
         """Return the names of the tenant's secrets, sorted."""
@@ -18,4 +18,4 @@ class SecretStore(Protocol):
         """Return the texts by name, without those that the tenant does not have."""
 
     async def drop(self, tenant: str, name: str) -> bool:
-        """False if there is none."""
+        """Remove a secret. Returns False if there is none of this name."""

@@ -41,64 +41,70 @@ from gpubroker_server.ports.run_outputs import OutputRows
 
 class Clock(Protocol):
     def now(self) -> Instant:
-        """The database's time, interpolated between readings. Never goes back."""
+        """Return the database's time, interpolated between readings. The time never goes back."""
 
 
 class CommitVerdict(StrEnum):
     COMMITTED = "committed"
     STALE = "stale"
-    """A row had changed; nothing was written. Plan again."""
+    """A row had changed, and nothing was written. The caller plans again."""
     REFUSED = "refused"
-    """A constraint failed, which a correct plan never causes; nothing was written."""
+    """A constraint failed, and nothing was written. A correct plan never causes this."""
     UNSTORABLE = "unstorable"
-    """The database cannot store a value of it; nothing was written, and a retry would fail too."""
+    """The database cannot store a value of the decision. Nothing was written, and a retry would fail too."""
     UNAVAILABLE = "unavailable"
-    """The database could not be reached; nothing was written. Try again later."""
+    """The database could not be reached, and nothing was written. The caller tries again later."""
 
 
 class StaleTerm(Exception):
-    """Another process has a newer term. The caller must stop leading."""
+    """Raised if another process has a newer term. The caller must stop leading."""
 
 
 class LostCommits(StaleTerm):
-    """The database lacks commits of which others know: its next term needs a new lineage."""
-
-
-class LeaderTermOver(StaleTerm):
-    """The term was not renewed in time, so another process may lead. The caller must stop leading."""
-
-
-class StoreUnavailable(Exception):
-    """The database or the blob store cannot be reached or written now; the call has written nothing."""
-
-
-class StoreExhausted(StoreUnavailable):
-    """A disk is full, or the database has no connection left. The text, which clients may read, says that."""
-
-
-class Outgrown(StoreUnavailable):
-    """Newer software has changed the database incompatibly. The process must end."""
-
-
-class LogOutgrown(Outgrown):
-    """The log has events that this software cannot read: it must neither lead nor answer from its World."""
-
-
-class LogShortened(Exception):
-    """The next events have been pruned. The caller must take a new snapshot."""
-
-
-class LineageChanged(Exception):
-    """The database went back to an earlier state, or it may have: what was read from it before may never have
-    happened. The caller must take a new snapshot."""
-
-    has_lost_commits = False
-    """The log has fewer events than were read from it before, and nothing says why: it needs a new
+    """Raised if the database lacks commits that other processes have seen. The next term needs a new
     lineage."""
 
 
+class LeaderTermOver(StaleTerm):
+    """Raised if the term was not renewed in time, so that another process may lead. The caller must stop
+    leading."""
+
+
+class StoreUnavailable(Exception):
+    """Raised if the database or the blob store cannot be reached or written now. The call has written
+    nothing."""
+
+
+class StoreExhausted(StoreUnavailable):
+    """Raised if a disk is full, or the database has no connection left. The text says which, in words for
+    clients."""
+
+
+class Outgrown(StoreUnavailable):
+    """Raised if newer software has changed the database incompatibly. The process must end."""
+
+
+class LogOutgrown(Outgrown):
+    """Raised if the log has events that this software cannot read. The process must neither lead nor answer
+    from its World."""
+
+
+class LogShortened(Exception):
+    """Raised if the next events have been pruned. The caller must take a new snapshot."""
+
+
+class LineageChanged(Exception):
+    """Raised if the database went back to an earlier state, or may have: events that were read before may
+    never have happened. The caller must take a new snapshot."""
+
+    has_lost_commits = False
+    """True if the log has fewer events than were read from it before, and no new lineage explains that. The
+    next term needs a new lineage."""
+
+
 class Unstorable(ValueError):
-    """A value the database cannot hold: a NUL in a text, half a surrogate pair, a number out of range."""
+    """Raised for a value that the database cannot hold: a NUL in a text, half a surrogate pair, a number out
+    of range."""
 
 
 class TaskRecord(Struct, frozen=True):
@@ -110,7 +116,7 @@ class TaskRecord(Struct, frozen=True):
 
 
 class StoredResult(Struct, frozen=True):
-    """`data` inline, or `digest` of the blob that holds it."""
+    """The result of a task: its bytes in `data`, or the `digest` of the blob that holds them."""
 
     ending: str
     format: str
@@ -134,7 +140,7 @@ class TaskSort(StrEnum):
     SUBMITTED = "id"
     """Ids follow the times of submission."""
     FINISHED = "finished_at"
-    """Give states that are ends: other tasks have no place."""
+    """The time at which a task ended. Requires a filter by terminal states: other tasks have no such time."""
     PRIORITY = "priority"
 
     @property
@@ -164,23 +170,23 @@ class TaskFilter(Struct, frozen=True):
     finished_from: Instant | None = None
     finished_before: Instant | None = None
     kind: str | None = None
-    """entrypoint, command, function, inference, external or model; None: all but models."""
+    """One of entrypoint, command, function, inference, external and model; None for all kinds but model."""
     quarantined: bool | None = None
-    """Selects ended tasks with memory that counts as used (True), or the other ended tasks (False)."""
+    """Of the ended tasks, True selects those whose memory still counts as used, and False the others."""
     sort: TaskSort = TaskSort.SUBMITTED
     descending: bool = True
     after: SortKey = ()
-    """The key of the last task of the page before."""
+    """The key of the last task of the previous page."""
     limit: int = 100
 
 
 class HeldBack(Struct, frozen=True):
-    """The age of what keeps the database from removing dead rows; 0 for nothing."""
+    """How long the database has been kept from removing dead rows; 0 if nothing keeps it from doing so."""
 
     transaction_seconds: float
-    """The oldest transaction of any client."""
+    """The age of the oldest transaction of any client in seconds."""
     slot_transactions: int
-    """The number of transactions since the oldest one that a replication slot keeps rows for."""
+    """The number of transactions since the oldest one for which a replication slot keeps rows."""
 
 
 class Snapshot(Struct, frozen=True):
@@ -205,10 +211,10 @@ class Snapshot(Struct, frozen=True):
 
 
 ReadTicks = Callable[[], MonotonicSeconds]
-"""Reads this machine's boot clock."""
+"""Function that returns the time of this machine's boot clock in seconds."""
 
 EventListener = Callable[[Sequence[Event]], None]
-"""Called on the event loop with events in the order of their positions."""
+"""Function that receives events in the order of their positions. It is called on the event loop."""
 
 
 class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Protocol):
@@ -217,21 +223,24 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
     def listen(self, listener: EventListener) -> None:
         """Add a listener, which gets the events of this process's commits before their calls return.
 
-        If a listener raises, that call and every later write raise the same: a World that has lost events
-        must not be used.
+        If a listener raises, that call and every later write raise the same exception: a World that has lost
+        events must not be used.
         """
 
     async def submit(self, submission: AdmittedTask) -> SubmitOutcome:
         """Store the task. Raises Unstorable."""
 
     async def submit_batch(self, batch: BatchSubmission) -> SubmitOutcome:
-        """Store all tasks of the batch. Raises Unstorable; then nothing was stored."""
+        """Store all tasks of the batch. Raises Unstorable, and stores nothing, if a value cannot be
+        stored."""
 
     async def known_key(self, tenant: str, key: str) -> KnownKey | None:
-        """Return what was submitted with this key, until it expires."""
+        """Return what was submitted with this idempotency key; None if nothing was, or the key has
+        expired."""
 
     async def batch_answer(self, first: TaskId) -> str:
-        """The stored answer to the batch that begins with this task, or its terms; empty if there is none."""
+        """Return the stored answer to the batch that begins with this task, or the terms of the array or
+        worker set that begins with it; empty if nothing is stored."""
 
     async def request(self, *requests: Request) -> None:
         """Store requests of clients in one commit; the leader reads them from the log. Raises Unstorable."""
@@ -241,22 +250,25 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
     async def take_term(
         self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow, has_lost_commits: bool = False
     ) -> Term | None:
-        """Become leader with the next term, committed. From now on commits of older terms fail.
+        """Become leader, and return the next term, which is committed: from now on commits of older terms
+        fail.
 
-        `has_lost_commits`: the database is known to have gone back, so the term begins a new lineage. None if
-        the row is no longer `instead_of`: its leader has renewed it, or another process was quicker.
+        Returns None if the row is no longer `instead_of`: its leader has renewed it, or another process was
+        quicker. `has_lost_commits` is True if the database is known to have gone back, so that the term
+        begins a new lineage.
         """
 
     async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
-        """Extend the lease to so long from now. Raises StaleTerm, StoreUnavailable."""
+        """Extend the leader's lease until `ttl_seconds` from now. Raises StaleTerm, StoreUnavailable."""
 
     async def resign(self, term: Term) -> None:
-        """End the lease, so that others can take the next term at once. Does nothing for an old term."""
+        """End the leader's lease, so that another process can take the next term at once. Does nothing for an
+        old term."""
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
         """Write each decision whole or not at all, and return one verdict per decision, in order.
 
-        Raises StaleTerm, and StoreUnavailable after `close`; then nothing was written.
+        Raises StaleTerm, or StoreUnavailable after `close`; in both cases nothing was written.
         """
 
     async def snapshot(self) -> Snapshot: ...
@@ -264,10 +276,11 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
     async def events(
         self, after: Position, limit: int, tasks: Sequence[TaskId] | None = None
     ) -> Sequence[Event]:
-        """Return the first events after this position: those about these tasks, or all, in order."""
+        """Return the first events after this position, in order. With `tasks`, return only events about these
+        tasks."""
 
     async def moves(self, tasks: Sequence[TaskId]) -> Sequence[Event]:
-        """The events that changed the states of these tasks, in order."""
+        """Return the events that changed the states of these tasks, in order."""
 
     async def head(self) -> Position: ...
 
@@ -276,17 +289,18 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
 
     async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
         """Remove some of what has expired: tasks with all their rows, the beginning of the log, audit notes
-        and rows of uploaded objects. False if nothing was left. Raises StaleTerm."""
+        and rows of uploaded objects. Returns False if nothing was left to remove. Raises StaleTerm."""
 
     async def record(self, task: TaskId) -> TaskRecord | None: ...
 
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]: ...
 
     async def selected(self, wanted: TaskFilter) -> Sequence[TaskId]:
-        """The ids of `records`, without those of holders of models, which no request for tasks ends."""
+        """Return the ids of the tasks that `records` would return, without holders of models, which no
+        request for tasks ends."""
 
     async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, "StoredState"]:
-        """Return the states, without those of tasks that have no record."""
+        """Return the states of these tasks, without tasks that have no record."""
 
     async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]: ...
 
@@ -298,18 +312,19 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
         """Return the checkpoints, the newest first."""
 
     async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
-        """Return those of these blobs that a row names."""
+        """Return the digests among `digests` that a row names."""
 
     async def put_token(self, token: "TokenRow", *, by: str) -> bool:
-        """Add a token; False if the name exists. `by` is for the audit log."""
+        """Add a token. Returns False if the name exists. `by` is the name of the caller for the audit log."""
 
     async def tokens(self) -> Sequence["TokenRow"]: ...
 
     async def drop_token(self, name: str, *, by: str) -> bool:
-        """False if there is none."""
+        """Remove a token. Returns False if there is none of this name."""
 
     async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
-        """Add a note about an action without a row of its own, such as `service.shutdown`."""
+        """Add a line to the audit log about an action that writes no other row, such as
+        `service.shutdown`."""
 
     async def database_time(self) -> Instant: ...
 
@@ -317,14 +332,14 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
         """Return what holds back the cleaning of old row versions; None on SQLite."""
 
     async def log_bytes(self) -> int:
-        """Return the size of SQLite's write-ahead log, or what PostgreSQL keeps of its own for a replication
-        slot."""
+        """Return the size in bytes of SQLite's write-ahead log, or of the part of PostgreSQL's that it keeps
+        for a replication slot."""
 
     async def close(self) -> None: ...
 
 
 class TokenRow(Grant, frozen=True, kw_only=True):
-    """A token, as its hash. `scopes` are sorted; `*` is every scope."""
+    """A token, stored as its hash. `scopes` are sorted; `*` stands for every scope."""
 
     sha256: str
     created_at: Instant
@@ -335,35 +350,37 @@ class BlobStore(Protocol):
     """Objects by sha256 digest. Each call may raise StoreUnavailable."""
 
     async def put(self, data: bytes, *, owner: str) -> str:
-        """Store an object, and return its digest once it is durable. `owner`: a task id, for messages. Raises
-        BlobTooLarge."""
+        """Store an object, and return its digest once it is durable. `owner` is a task id, for error
+        messages. Raises BlobTooLarge."""
 
     async def get(self, digest: str) -> bytes:
         """Return the bytes of the blob. Raises BlobMissing, BlobCorrupt."""
 
     async def read(self, digest: str, first_byte: int, most_bytes: int) -> bytes:
-        """A part of it, which is not compared with the digest. Raises BlobMissing."""
+        """Return a part of the blob, without a comparison with the digest. Raises BlobMissing."""
 
     async def append(self, upload: str, first_byte: int, data: bytes) -> int:
-        """The next part of a new object; one at 0 begins anew. How many bytes there are by now."""
+        """Add the next part of a new object, and return the number of bytes that are stored by now. A part at
+        byte 0 begins the object anew."""
 
     async def finish(self, upload: str, digest: str) -> None:
-        """Make an object of its parts. Raises BlobMissing; BlobCorrupt if they have another digest."""
+        """Make an object of the parts of an upload. Raises BlobMissing, or BlobCorrupt if the bytes have
+        another digest."""
 
     async def discard(self, upload: str) -> None: ...
 
     async def delete(self, digest: str) -> None:
-        """Delete an object after the row that named it. An object that others may have put too stays, to be
-        deleted later."""
+        """Delete an object. The row that names the object must be deleted first. An object that another
+        caller may have put as well stays for now and is deleted later."""
 
 
 class BlobTooLarge(Exception):
-    """The object exceeds the limit; nothing was written."""
+    """Raised if the object exceeds the size limit; nothing was written."""
 
 
 class BlobMissing(Exception):
-    """No object has this digest."""
+    """Raised if no object has this digest."""
 
 
 class BlobCorrupt(Exception):
-    """The bytes of the object do not have its digest."""
+    """Raised if the bytes of the object do not have its digest."""

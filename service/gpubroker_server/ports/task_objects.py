@@ -1,5 +1,5 @@
-"""The questions of nodes about objects while tasks run, and the answers. None of it is decided or committed:
-each question is asked until it is answered."""
+"""The questions of nodes about objects while tasks run, and the answers. They are neither decisions nor
+commits: a node repeats each question until it is answered."""
 
 from msgspec import Struct
 
@@ -9,37 +9,37 @@ from gpubroker_server.core.domain.units import NodeName
 
 class _AboutObject(RunReport, frozen=True):
     object: str
-    """The digest of all its bytes."""
+    """The digest of all bytes of the object."""
 
 
 class ObjectWanted(_AboutObject, frozen=True):
-    """The run opens an object, which its tenant must have. Its node has the bytes before `first_byte`, or all
-    of them."""
+    """A run opens an object, which the run's tenant must have. The run's node has the bytes before
+    `first_byte`, or all of them."""
 
     first_byte: int
     rank: int = 0
 
 
 class ObjectPart(_AboutObject, frozen=True):
-    """A part of a result that is too large for the report of the run's end, and becomes an object."""
+    """A part of a result that is too large for the report of the run's end. The result becomes an object."""
 
     size_bytes: int
-    """The size of the whole."""
+    """The size of the whole object in bytes."""
     first_byte: int
     data: bytes
     rank: int = 0
 
 
 class OutputPart(_AboutObject, frozen=True):
-    """A part of the archive of the files that a run has left, which is gone. Without files `object` is empty,
-    and so is the part."""
+    """A part of the archive of the files that a run has left. The run is gone. If the run left no files,
+    `object` and the part are empty."""
 
     size_bytes: int
     first_byte: int
     data: bytes
     files: int
     message: str
-    """What was left out, and why; empty if nothing was."""
+    """Says which files were left out, and why; empty if none was."""
     node: NodeName
     rank: int = 0
 
@@ -52,7 +52,7 @@ class WantedAnswer(Struct, frozen=True):
     asked: ObjectWanted
     size_bytes: int
     data: bytes
-    """The bytes from `first_byte` on; empty if nothing follows."""
+    """The bytes from `first_byte` on; empty if no bytes follow."""
     failure: str
     """The reason why the run does not get the object; empty if it does."""
 
@@ -61,9 +61,9 @@ class PartAnswer(Struct, frozen=True):
     node: NodeName
     asked: ObjectPart
     stored_bytes: int
-    """The number of bytes that are stored; all of them if it is an object of the tenant by now."""
+    """The number of bytes that are stored; all of them if the tenant has the object by now."""
     failure: str
-    """The reason why it cannot become an object; empty if it can."""
+    """The reason why the result cannot become an object; empty if it can."""
 
 
 class OutputAnswer(Struct, frozen=True):
@@ -71,7 +71,7 @@ class OutputAnswer(Struct, frozen=True):
     asked: OutputPart
     stored_bytes: int
     is_over: bool
-    """True if what becomes of the files is recorded: the node may remove them."""
+    """True if the outcome of the collection is recorded, so that the node may remove the files."""
 
 
 ObjectAnswer = WantedAnswer | PartAnswer | OutputAnswer

@@ -12,7 +12,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 _Fields = dict[str, tuple[int, str]]
-"""Field name -> number and type; `repeated T` is a list, `map T` has string keys."""
+"""Maps a field name to the number and the type of the field. `repeated T` is a list; `map T` has string
+keys."""
 
 _MESSAGES: Final[dict[str, _Fields]] = {
     "Health": {"status": (1, "int32")},  # ServerLive, ServerReady and Health/Check: 1 is well
@@ -138,4 +139,4 @@ _pool.Add(_file())
 messages: Any = SimpleNamespace(
     **{name: GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _MESSAGES}
 )
-"""The classes by name, as in `messages.RepositoryIndexResponse`."""
+"""The message classes, by name: `messages.RepositoryIndexResponse`."""

@@ -1,4 +1,4 @@
-"""Port to the workers of sets: calls that go straight to the process of a run."""
+"""Port to the workers of worker sets: calls that go straight to the process of a run."""
 
 from typing import NamedTuple, Protocol
 
@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.units import Fence, NodeName, Seconds, TaskId
 
 
 class WorkerRun(NamedTuple):
-    """One attempt of a worker. Another attempt refuses its calls."""
+    """One attempt of a worker. Calls for one attempt are refused by every other attempt."""
 
     node: NodeName
     task: TaskId
@@ -16,7 +16,8 @@ class WorkerRun(NamedTuple):
 
 
 class WorkerCall(NamedTuple):
-    """`method` is empty for the question whether the object is made: then the answer comes when it is."""
+    """A call of a method of a worker's object. With an empty `method`, the answer comes once the object is
+    made."""
 
     role: str
     method: str
@@ -27,14 +28,14 @@ class WorkerCall(NamedTuple):
 
 
 class Called(Struct, frozen=True):
-    """The method returned."""
+    """Answer of a method that has returned."""
 
     result: bytes
     seconds: float
 
 
 class MethodFailed(Struct, frozen=True):
-    """The method raised, or could not be called."""
+    """Answer of a method that has raised an exception, or could not be called."""
 
     kind: str
     message: str
@@ -42,14 +43,15 @@ class MethodFailed(Struct, frozen=True):
 
 
 class NotBegun(Struct, frozen=True):
-    """The call has not begun: it may be sent to another worker, unless its time is over."""
+    """Answer of a call that has not begun. The call may be sent to another worker, unless its time is
+    over."""
 
     why: str
     is_late: bool = False
 
 
 class WorkerLost(Struct, frozen=True):
-    """The worker ended, or cannot be reached: the call may have begun."""
+    """Answer of a call whose worker has ended, or cannot be reached. The call may have begun."""
 
     why: str
 
@@ -59,5 +61,5 @@ CallAnswer = Called | MethodFailed | NotBegun | WorkerLost
 
 class WorkerCalls(Protocol):
     async def call(self, run: WorkerRun, call: WorkerCall, seconds: Seconds) -> CallAnswer:
-        """Call a method. If it does not begin within `seconds`, it never does. If it does, the answer comes
-        when it ends."""
+        """Call a method, and return the answer. A call that does not begin within `seconds` never begins. A
+        call that has begun is answered when the method ends."""

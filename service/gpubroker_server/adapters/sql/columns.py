@@ -22,19 +22,22 @@ _EMPTY = {inspect.VarTupleType: "[]", inspect.TupleType: "[]", inspect.DictType:
 
 @lru_cache(4096)
 def demand_of_text(text: str) -> Demand:
-    """Return the demand. Equal demands are one object, because many tasks share few (`bench restart`)."""
+    """Return the demand that JSON text holds. Equal demands are one object, because many tasks share few
+    demands (`bench restart`)."""
     return interned(json.decode(text, type=Demand))
 
 
 @lru_cache(4096)
 def demand_text(demand: Demand) -> str:
-    """Return the demand as JSON. Cached, because many tasks share few demands (`bench accept`)."""
+    """Return the demand as JSON. The texts are cached, because many tasks share few demands (`bench
+    accept`)."""
     return json_text(demand)
 
 
 @cache
 def columns_of(kind: type[Struct]) -> Mapping[str, tuple[Change | None, Change | None]]:
-    """Return how the column of each field is read and how it is written; None for the field itself."""
+    """Return, for each field, the functions that read and write its column; None where the column holds the
+    field itself."""
     return {field.name: _changes(field.type) for field in fields(kind)}
 
 
@@ -59,14 +62,14 @@ def _type_of(kind: type[Struct], name: str) -> Any:
 
 
 def _empty_text(kind: Any) -> str | None:
-    """Return Python source of the JSON of an empty value, for types whose only false value is the empty one.
+    """Return the JSON of an empty value as Python source, for types whose only false value is the empty one.
     Returns None for other types."""
     text = _EMPTY.get(type(inspect.type_info(kind)))
     return None if text is None else repr(text)
 
 
 def value_of_row(kind: type[S], row: Mapping[str, Any]) -> S:
-    """Return the value that a row holds. Fields without a column get their defaults."""
+    """Return the value that a row holds. Fields without a column have their defaults."""
     values = {
         name: row[name] if read is None or row[name] is None else read(row[name])
         for name, (read, _write) in columns_of(kind).items()
@@ -80,17 +83,17 @@ def row_writer(
 ) -> Callable[[S], Row]:
     """Return a function that makes rows of values of one type.
 
-    `names` are columns that are fields; `rest` computes the columns behind them from the whole value. The
-    function is compiled, as dataclasses do it: a loop over the columns of each row takes twice the time.
+    `names` are the columns that hold fields; `rest` computes the columns after these from the whole value.
+    The function is compiled, as dataclasses are: a loop over the columns of each row takes twice the time.
     """
-    known: dict[str, Any] = {"rest": rest}
+    namespace: dict[str, Any] = {"rest": rest}
     parts = []
     for name in names:
         write = columns_of(kind)[name][1]
         if write is None:
             parts.append(f"value.{name}")
             continue
-        known[f"write_{name}"] = write
+        namespace[f"write_{name}"] = write
         empty = _empty_text(_type_of(kind, name)) if write is json_text else None
         if empty is None:
             parts.append(f"None if value.{name} is None else write_{name}(value.{name})")
@@ -99,5 +102,5 @@ def row_writer(
             parts.append(f"write_{name}(value.{name}) if value.{name} else {empty}")
     if rest is not None:
         parts.append("*rest(value)")
-    made: Callable[[S], Row] = eval(f"lambda value: ({', '.join(parts)},)", known)  # noqa: S307  # our names
-    return made
+    write_row: Callable[[S], Row] = eval(f"lambda value: ({', '.join(parts)},)", namespace)  # noqa: S307  # our names
+    return write_row

@@ -1,11 +1,12 @@
-"""Connections to PostgreSQL: a function opens each kind, and `Hints` has the one that wakes processes.
+"""Connections to PostgreSQL. A function opens each kind of connection, and `Hints` keeps the one with which
+processes wake each other.
 
 No wait is endless. The server's timeouts end long statements, and TCP timeouts end connections without a
-peer. Neither helps if something in between accepts every byte and passes none on, so each wait has a limit
-here too.
+peer. Neither helps if something in between accepts every byte and passes none on, so this module limits each
+wait, too.
 
 A pooler that assigns connections by transaction (`pooled`) keeps nothing of a session: settings are sent at
-the begin of each transaction, no statement stays prepared, and no process listens.
+the beginning of each transaction, no statement stays prepared, and no process listens.
 """
 
 import asyncio
@@ -30,8 +31,9 @@ from gpubroker_server.ports.store import StoreExhausted
 
 
 class BatchedPipeline(psycopg.Pipeline):
-    """Sends statements together as soon as an answer is awaited. psycopg sends each at once, which costs two
-    system calls and wakes the server: a commit takes a sixth longer (`bench pickup` on PostgreSQL)."""
+    """Sends all statements together once an answer is awaited. psycopg sends each statement at once, which
+    costs two system calls and wakes the server: a commit takes a sixth longer (`bench pickup` on
+    PostgreSQL)."""
 
     def _enqueue_sync(self) -> None:
         super()._enqueue_sync()
@@ -45,7 +47,7 @@ class BatchedPipeline(psycopg.Pipeline):
     def _fetch_gen(self, *, flush: bool) -> PQGen[None]:
         self._hand_over()
         # The socket may not have taken all bytes. Send the rest before an answer is awaited: the server
-        # waits for it, too.
+        # waits for the rest, too.
         yield from send(self.pgconn)
         yield from super()._fetch_gen(flush=flush)
 
@@ -69,7 +71,7 @@ _WRITER = {
     "statement_timeout": "10s",
     # The connection is kept even if nothing is written for a long time.
     "idle_session_timeout": "0",
-    # The server notices within seconds that our machine is gone, and releases its locks.
+    # The server notices within seconds that this machine is gone, and releases the session's locks.
     "tcp_keepalives_idle": "1",
     "tcp_keepalives_interval": "1",
     # Every statement finds its rows by key. A plan made while a table was small must not scan it later.
@@ -87,7 +89,8 @@ READER = ServerSettings(
 """Settings of readers. Slow reads are large, and their rows arrive bit by bit, so `answer_seconds` may be
 below `statement_timeout`."""
 _LISTENER = ServerSettings({"idle_session_timeout": "0", "synchronous_commit": "off"}, answer_seconds=2.5)
-"""Settings of the connection that listens. No commit waits for the disk: a notification need not be on it."""
+"""Settings of the connection that listens. Its commits do not wait for the disk, because notifications need
+not be durable."""
 _POLL_SECONDS = 0.1
 """Interval in which a waiting connection checks `answer_seconds`."""
 
@@ -122,13 +125,13 @@ _OUT_OF_CONNECTIONS = (
 """Texts of refusals for lack of connections. psycopg has no SQLSTATE for a connection that was refused."""
 GET_CONNECTIONS = "raise max_connections or the limit of the user, or end other clients"
 _SERVER = "SELECT system_identifier, left(pg_walfile_name(pg_current_wal_lsn()), 8) FROM pg_control_system()"
-"""Reads (identifier, timeline). The first eight digits of a WAL file's name are the timeline, in
-hexadecimal."""
+"""Selects the identifier and the timeline of the server. The first eight digits of a WAL file's name are the
+timeline, in hexadecimal."""
 _CHANNEL = "gpubroker"
 _RESIGNED = "resigned"
 NOTIFY_RESIGNED = f"NOTIFY {_CHANNEL}, '{_RESIGNED}'"
 HINT_PAUSE_SECONDS = 0.01
-"""Least time between two hints. The first hint after a pause is sent at once."""
+"""The shortest time between two hints. The first hint after a pause is sent at once."""
 RECONNECT_SECONDS = 1.0
 PROBE_SECONDS = 2.0
 """Interval in which the listener asks the server for a sign of life: a connection that only listens does not
@@ -151,8 +154,9 @@ class TimedConnection(psycopg.Connection[Any]):
             yield pipeline
 
     def _until_silent(self, gen: PQGen[Any]) -> PQGen[Any]:
-        """Drive `gen` until it ends. `gen` yields what it waits for and receives what is ready: nothing,
-        after each interval without an event. Raises OperationalError after `answer_seconds` of silence."""
+        """Run `gen` until it ends. `gen` yields the events that it waits for, and receives those that are
+        ready: none after each interval without an event. Raises OperationalError after `answer_seconds` of
+        silence."""
         try:
             awaited = next(gen)
             heard_at = boot_seconds()
@@ -169,7 +173,7 @@ class TimedConnection(psycopg.Connection[Any]):
 
 
 def set_statement(settings: ServerSettings, *, within: Literal["session", "transaction"]) -> str:
-    """Return one statement that sets all values, and has commits wait for the disk, whatever the server's
+    """Return one statement that sets all values. Commits then wait for the disk, whatever the server's
     default, unless `settings` say otherwise."""
     local = "true" if within == "transaction" else "false"
     calls = [f"set_config('{name}', '{value}', {local})" for name, value in settings.values.items()]
@@ -204,7 +208,7 @@ def connect_listener(url: str) -> TimedConnection:
 
 
 def connect_mover(url: str) -> psycopg.Connection[Any]:
-    """Connect for `migrate-data`: the server may take a minute to acknowledge what it was sent."""
+    """Connect for `migrate-data`. The server may take a minute to acknowledge the data that it was sent."""
     patient = {**_CONNECTION, "tcp_user_timeout": 60_000, "application_name": "gpubroker migrate-data"}
     return psycopg.connect(url, **patient)
 
@@ -225,7 +229,7 @@ def check_server(url: str, named: str = SETTING) -> None:
         ) from None
     try:
         # `pooled` sets nothing in the session, so the check also works behind a pooler. A server may be busy
-        # when a process starts: this connection waits longer than later ones.
+        # when a process starts, so this connection waits longer than later ones.
         with _connect(url, READER, pooled=True, connect_timeout=10) as connection:
             version = connection.info.server_version
             standby = connection.execute("SELECT pg_is_in_recovery()").fetchone()
@@ -245,7 +249,7 @@ def check_server(url: str, named: str = SETTING) -> None:
 
 def check_waits_for_standby(url: str) -> None:
     """Check that a commit waits for a standby if the URL names several hosts. Raises DatabaseRefused if one
-    host confirms it alone. Call `check_server` first, which refuses what is no URL."""
+    host confirms a commit alone. Call `check_server` first, which refuses a malformed URL."""
     hosts = str(psycopg.conninfo.conninfo_to_dict(url).get("host", "")).split(",")
     if len(hosts) < 2:
         return
@@ -255,9 +259,9 @@ def check_waits_for_standby(url: str) -> None:
     except psycopg.Error as error:
         raise unusable(url, error) from None
     if not standbys or waits == "local":
-        found = "synchronous_commit is local" if standbys else "synchronous_standby_names is empty"
+        why = "synchronous_commit is local" if standbys else "synchronous_standby_names is empty"
         raise DatabaseRefused(
-            f"{SETTING} names {len(hosts)} hosts, but a commit waits for one of them alone ({found}): "
+            f"{SETTING} names {len(hosts)} hosts, but a commit waits for one of them alone ({why}): "
             "after a failover the last tasks that were accepted would be gone, with the results that came "
             "last, and their runs would be killed; set synchronous_standby_names on the server, or accept "
             "the loss with database_may_lose_commits: true"
@@ -277,13 +281,14 @@ def _connect(url: str, settings: ServerSettings, *, pooled: bool, **more: Any) -
 
 @contextmanager
 def _telling_shortage() -> Iterator[None]:
-    """Raise StoreExhausted instead of the error of a server, or its pooler, that has no connection left."""
+    """Raise StoreExhausted instead of the error with which a server, or its pooler, says that it has no
+    connection left."""
     try:
         yield
     except psycopg.OperationalError as error:
-        said = str(error).strip().rpartition("FATAL:")[2].strip()
-        if any(words in said for words in _OUT_OF_CONNECTIONS):
-            raise StoreExhausted(f"out of database connections: {said}") from error
+        message = str(error).strip().rpartition("FATAL:")[2].strip()
+        if any(words in message for words in _OUT_OF_CONNECTIONS):
+            raise StoreExhausted(f"out of database connections: {message}") from error
         raise
 
 
@@ -300,11 +305,11 @@ def display_name(url: str) -> str:
 
 
 class Hints:
-    """Sends and receives wake-ups between the processes on one PostgreSQL: "something was committed". Lives
-    on the event loop.
+    """Sends and receives hints between the processes on one PostgreSQL database: a hint says that something
+    was committed. All methods are called on the event loop.
 
-    A process that misses a wake-up finds the commit by polling. A notification has its own transaction: in
-    the transaction of a commit it would hold a lock of the whole server until the commit is on disk. Only a
+    A process that misses a hint finds the commit by polling. A notification has its own transaction: in the
+    transaction of a commit it would hold a lock of the whole server until the commit is on disk. Only a
     leader that resigns, which is rare, notifies in the transaction of its resignation, so that no other
     process looks too early.
     """
@@ -313,7 +318,7 @@ class Hints:
         self._connect = connect
         self._connection: psycopg.Connection[Any] | None = None
         self._lost: Future[None]
-        """Done when the current connection is lost."""
+        """Completed when the current connection is lost."""
         self._timer: TimerHandle | None = None
         self._sent_at = 0.0
         """Time of the last hint, by the event loop's clock."""
@@ -321,14 +326,15 @@ class Hints:
         """Time of the last query whose answer is due, by the event loop's clock."""
 
     async def keep(self, on_hint: Callable[[], None], on_resigned: Callable[[], None]) -> None:
-        """Listen until cancelled, and reconnect. `on_resigned` is called when a leader has resigned."""
+        """Listen until cancelled, and reconnect after a loss. `on_hint` is called when another process has
+        committed, and `on_resigned` when a leader has resigned."""
         while True:
             with suppress(psycopg.Error, StoreExhausted):
                 await self._listen(on_hint, on_resigned)
             await asyncio.sleep(RECONNECT_SECONDS)
 
     def send(self) -> None:
-        """Notify other processes soon, if that is possible. Returns at once."""
+        """Have other processes notified soon, if there is a connection. Returns at once."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(max(loop.time(), self._sent_at + HINT_PAUSE_SECONDS), self._notify)
@@ -353,12 +359,12 @@ class Hints:
             connection.close()
 
     def _probe(self, connection: psycopg.pq.abc.PGconn) -> None:
-        """Ask the server for a sign of life. By the next probe it must have answered."""
+        """Ask the server for a sign of life. The server must have answered by the next probe."""
         with self._noticing_loss():
             if connection.transaction_status == psycopg.pq.TransactionStatus.IDLE:
                 self._asked_at = asyncio.get_running_loop().time()
                 connection.send_query(b"")
-            # A notification may have been sent just before this probe: it gets half an interval.
+            # A notification may have been sent just before this probe: its answer gets half an interval.
             elif asyncio.get_running_loop().time() > self._asked_at + PROBE_SECONDS / 2:
                 raise psycopg.OperationalError("the server answers nothing")
 
@@ -385,7 +391,7 @@ class Hints:
         with self._noticing_loss():
             connection.consume_input()
             while not connection.is_busy() and connection.get_result() is not None:
-                pass  # Answers to notifications and probes of ours say nothing.
+                pass  # Answers to our own notifications and probes say nothing.
             while (notice := connection.notifies()) is not None:
                 # A process also receives its own notifications, which tell it nothing new.
                 is_hint |= notice.be_pid != connection.backend_pid

@@ -1,7 +1,7 @@
-"""Open the database that a URL names. It is checked, locked if it is a file, brought to the newest schema,
-and refused if `move_data` has moved it away.
+"""Open the database that a URL names. The database is checked, locked if it is a file, migrated to the newest
+schema, and refused if `move_data` has moved its data away.
 
-psycopg is imported only where a server is spoken to: a service on SQLite runs without it.
+psycopg is imported only where a PostgreSQL server is used: a service on SQLite runs without psycopg.
 """
 
 import time
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 NEWEST = f"{SCHEMA:04}"
 _REVISION = text("SELECT version_num FROM alembic_version")
 HOLD_SECONDS = 4.0
-"""Time for which a start tries to open all its connections. A connection that was closed counts until the
-server has ended its process, and this start or its predecessor has closed several; a busy server is late."""
+"""Time for which a starting process tries to open all its connections. A closed connection counts until the
+server has ended its process, which a busy server does late, and this process or its predecessor has closed
+several."""
 
 
 class Database(Struct, frozen=True):
@@ -42,13 +43,13 @@ class Database(Struct, frozen=True):
     begin_snapshot: str
     """SQL that begins a transaction in which all reads see one state."""
     release: Callable[[], None]
-    """Unlocks the database. Call it after session and readers are closed."""
+    """Unlocks the database. Called after `session` and `readers` are closed."""
     hints: "Callable[[], Hints] | None" = None
-    """Makes the wake-ups between processes; None if processes do not notify each other."""
+    """Makes the object that sends and receives hints; None if processes do not notify each other."""
     is_shared: bool = False
     """True if other processes may write to the database."""
     connect_term: Callable[[], Session] | None = None
-    """Opens a second writing connection, for the leader's row; None if there can be one only."""
+    """Opens a second writing connection, for the leader's row; None if there can be only one."""
 
 
 def open_database(
@@ -59,11 +60,12 @@ def open_database(
     leads: bool = True,
     clock: Clock | None = None,
 ) -> Database:
-    """Open the database and migrate it. A server must have all connections that a process keeps.
+    """Open the database, and migrate it. A server must have room for all connections that a process keeps.
 
-    `pooled`: a pooler assigns connections by transaction. `may_lose_commits`: accept several hosts of which
-    none waits for another. `leads`: the process needs a connection for the leader's row. `clock`: the clock
-    of a file, by default the wall clock; a server has a clock of its own. Raises DatabaseRefused.
+    `pooled` is True if a pooler assigns connections by transaction. `may_lose_commits` accepts several hosts
+    of which none waits for another. `leads` is True if the process needs a connection for the leader's row.
+    `clock` is the clock of a file, by default the wall clock; a server has its own clock. Raises
+    DatabaseRefused.
     """
     if is_file(url):
         return _open_file(path_of(url), clock)
@@ -87,10 +89,10 @@ def open_database(
 
 
 def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
-    """Bring the schema to a revision (`head`, `base`, `0003`, ...). Returns the revision that it then has.
+    """Bring the schema to a revision, such as `head`, `base` or `0003`. Returns the revision that is reached.
 
-    Going down needs the database for itself; `base` needs `drop_everything`. Raises DatabaseRefused, and then
-    has changed nothing.
+    A downgrade is refused while other processes use the database, and a downgrade to `base` without
+    `drop_everything`. Raises DatabaseRefused, and then has changed nothing.
     """
     if not is_file(url):
         from gpubroker_server.adapters.sql import connections
@@ -105,7 +107,7 @@ def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
 
 
 def begin_lineage(url: str) -> Lineage:
-    """Continue the database in a new lineage, under a new term. Raises DatabaseRefused."""
+    """Begin a new lineage of the database, under a new term. Raises DatabaseRefused."""
     if not is_file(url):
         from gpubroker_server.adapters.sql import connections
 
@@ -127,21 +129,22 @@ def _begin_lineage(engine: Engine, name: str) -> Lineage:
 
 
 def set_next_lineage(connection: Connection, reason: str, **values: str) -> Lineage:
-    """Begin a lineage under a new term. `values`: further columns of the leader's row."""
-    seen = leader(connection)
-    lineage = next_lineage(seen.lineage, seen.at)
-    # The higher term refuses commits of an earlier leader, and without a lease the next one need not wait.
+    """Begin a lineage under a new term. `values` are further columns of the leader's row."""
+    row_before = leader(connection)
+    lineage = next_lineage(row_before.lineage, row_before.at)
+    # The higher term refuses commits of an earlier leader. Without a lease the next leader need not wait.
     row = {"term": leadership.c.term + 1, "lease_until": 0.0, "lineage": lineage, **values}
     connection.execute(update(leadership).values(row))
-    about = {"at": seen.at, "tenant": "", "actor": "operator", "action": "lineage.begun"}
+    about = {"at": row_before.at, "tenant": "", "actor": "operator", "action": "lineage.begun"}
     connection.execute(insert(audit).values(**about, subject=str(lineage), reason=reason))
     return lineage
 
 
 def bring_to(engine: Engine, revision: str, name: str, *, drop_everything: bool = False) -> str:
-    """Migrate up or down to a revision (`head`, `base`, `0003`, ...). Returns the revision that is reached.
+    """Migrate up or down to a revision, such as `head`, `base` or `0003`. Returns the revision that is
+    reached.
 
-    `name` is the database's name for people. Raises DatabaseRefused, and then has changed nothing.
+    `name` is the database's name in error messages. Raises DatabaseRefused, and then has changed nothing.
     """
     if revision == "head" and _is_newest(engine):
         return NEWEST
@@ -160,7 +163,7 @@ def _is_newest(engine: Engine) -> bool:
 
 
 class MoveMark(Struct, frozen=True):
-    """A database's record of a move of its data. `move` is the same in the two databases of one move."""
+    """A database's record of a move of its data. `move` is an id that the two databases of a move share."""
 
     move: str
     stage: MoveStage
@@ -169,8 +172,8 @@ class MoveMark(Struct, frozen=True):
 
 def read_mark(connection: Connection) -> MoveMark | None:
     row = relocation.c
-    found = connection.execute(select(row.move, row.stage, row.other)).one_or_none()
-    return None if found is None else MoveMark(found[0], MoveStage(found[1]), found[2])
+    mark = connection.execute(select(row.move, row.stage, row.other)).one_or_none()
+    return None if mark is None else MoveMark(mark[0], MoveStage(mark[1]), mark[2])
 
 
 def set_mark(connection: Connection, mark: MoveMark) -> None:
@@ -180,8 +183,8 @@ def set_mark(connection: Connection, mark: MoveMark) -> None:
 
 
 def check_not_moved(engine: Engine, name: str) -> None:
-    """Check that the data is here. Raises DatabaseRefused if it has been moved away, or not completely moved
-    here."""
+    """Check that the database may be served. Raises DatabaseRefused if its data has been moved away, or a
+    move to it is not complete."""
     with engine.connect() as connection:
         mark = read_mark(connection)
     match mark:
@@ -198,8 +201,9 @@ def check_not_moved(engine: Engine, name: str) -> None:
 
 
 def is_file(url: str, named: str = SETTING) -> bool:
-    """Return True if the URL names a SQLite file, False if it names a PostgreSQL server. `named`: the name of
-    the setting in error messages. Raises DatabaseRefused for any other URL, and without psycopg."""
+    """Return True if the URL names a SQLite file, and False if it names a PostgreSQL server. `named` is the
+    name of the setting in error messages. Raises DatabaseRefused for any other URL, and for a server if
+    psycopg is not installed."""
     if url.startswith(("postgresql://", "postgres://")):
         if find_spec("psycopg") is None:
             raise DatabaseRefused(
@@ -213,7 +217,7 @@ def is_file(url: str, named: str = SETTING) -> bool:
 
 
 def _beginning(url: str) -> str:
-    """Return the beginning of the URL, without the part that may have a password."""
+    """Return the beginning of the URL for error messages, without the part that may have a password."""
     scheme, colon, _ = url.partition(":")
     return f'"{scheme}:..."' if colon else "another text" if url else "empty"
 
@@ -245,7 +249,8 @@ def _open_file(path: Path, clock: Clock | None) -> Database:
 
 
 def file_engine(file: SqliteFile) -> Engine:
-    """Return the engine of migrations: one connection, and transactions that include changes of tables."""
+    """Return an engine for migrations. It has one connection, and its transactions include changes of
+    tables."""
     engine = create_engine("sqlite://", creator=file.writer, poolclass=NullPool)
 
     @event.listens_for(engine, "begin")
@@ -256,8 +261,8 @@ def file_engine(file: SqliteFile) -> Engine:
 
 
 def connections_kept(*, pooled: bool, leads: bool) -> int:
-    """Return the number of connections to PostgreSQL of one process: one writes, READERS read, one listens,
-    one is for the leader's row."""
+    """Return the number of connections that a process keeps to PostgreSQL: one that writes, READERS that
+    read, one that listens unless `pooled`, and one for the leader's row if `leads`."""
     return 1 + READERS + (not pooled) + leads
 
 
@@ -268,8 +273,8 @@ def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool)
     connections.check_server(url)
     if not may_lose_commits:
         connections.check_waits_for_standby(url)
-    # The session is opened before the revision is read: a process that migrates down either sees it and
-    # refuses, or this start finds the new revision (`migrate._OTHERS`).
+    # The session is opened before the revision is read. A process that migrates down either sees the session
+    # and refuses, or this process finds the new revision (`migrate._OTHERS`).
     session = postgres.PostgresSession(url, pooled=pooled)
     try:
         bring_to(server_engine(url), "head", "the database")
@@ -298,9 +303,9 @@ def _open_server(url: str, *, pooled: bool, may_lose_commits: bool, leads: bool)
 
 
 def _hold_all(readers: Engine, *others: Callable[[], Any]) -> None:
-    """Open all connections of the process at once, so that it starts with all that it needs or not at all.
-    The readers stay open in their pool; the others are closed, and opened again as soon as the process works.
-    Raises what a connection raises."""
+    """Open all connections of the process at once, so that the process starts with all of them or not at all.
+    The readers stay open in their pool; the others are closed, and opened again when they are needed. Raises
+    what opening a connection raises."""
     opening = [readers.connect] * READERS + list(others)
     until = time.monotonic() + HOLD_SECONDS
     with ThreadPoolExecutor(len(opening)) as threads:
@@ -310,7 +315,7 @@ def _hold_all(readers: Engine, *others: Callable[[], Any]) -> None:
         if attempt.exception() is None:
             attempt.result().close()
     if faults:
-        # Of several faults the shortage is the one whose message names a remedy.
+        # Of several faults raise a shortage of connections, whose message names a remedy.
         raise next((fault for fault in faults if isinstance(fault, StoreExhausted)), faults[0])
 
 

@@ -1,4 +1,4 @@
-"""Units of work, and group commit: one transaction for many of them."""
+"""Units of work, and the group commit, which writes many units in one transaction."""
 
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
@@ -47,20 +47,20 @@ from gpubroker_server.ports.store import (
 class Unit(ABC):
     """The smallest thing that is written whole or not at all.
 
-    `answer` is what the caller gets: a value, or an exception to raise.
+    `answer` is the value that the caller gets, or the exception that is raised.
     """
 
     term: Term | None = None
-    """The term under which the unit may be written; None for any."""
+    """The term under which the unit may be written; None if any process may write it."""
     memory: Mapping[str, int] = {}
-    """Device key -> change of its leased MiB."""
+    """Device key -> the change of its leased memory in MiB."""
     finished: Sequence[tuple[str, TaskState]] = ()
     """(tenant, state) of each task that ends."""
     taken: Mapping[str, int] = {}
-    """Tenant -> change of the MiB that it holds."""
+    """Tenant -> the change of the memory that it holds in MiB."""
     lessons: Sequence[Observation] = ()
     weight = 1
-    """Share of a group's size that the unit takes."""
+    """The part of a group's size that the unit takes."""
 
     def __init__(self, rows: Sequence[Written], events: Sequence[NewEvent]) -> None:
         self._written = rows
@@ -81,24 +81,25 @@ class Unit(ABC):
             rows[statement].single.append(row)
 
     def put_events(self, rows: Rows, first: Position, at: Instant) -> None:
-        """Add the rows of the unit's events, from this position on."""
+        """Add the rows of the unit's events. `first` is the position of the first event."""
         rows.single += [(position, *row, at) for position, row in enumerate(self._event_rows, first)]
 
     def events_at(self, first: Position, at: Instant) -> Iterator[Event]:
-        """Yield the unit's events, from this position on."""
+        """Return the unit's events. `first` is the position of the first event."""
         return (event.at(Position(position), at) for position, event in enumerate(self._events, first))
 
     @abstractmethod
     def on_written(self) -> None:
-        """Set the answer. The unit is committed."""
+        """Set the answer of a unit that is committed."""
 
     def on_failed(self, error: Exception) -> None:
-        """Set the answer. Nothing of the unit was written, because of this error."""
+        """Set the answer of a unit of which nothing was written because of the error."""
         self.answer = error
 
 
 class NewTasks(Unit):
-    """A submission. The id of the first task or the idempotency key shows that a submission is repeated."""
+    """A submission. A repeated submission is recognized by the id of its first task or by its idempotency
+    key."""
 
     home: str | None = None
     """The home of the model that the task holds. A home has one holder at a time."""
@@ -121,11 +122,11 @@ class NewTasks(Unit):
         self.answer = SubmitOutcome(SubmitVerdict.ACCEPTED, self.first)
 
     def on_home_taken(self, task: TaskId) -> None:
-        """Set the answer. The model already has this holder."""
+        """Set the answer for a model that already has a holder, which is `task`."""
         self.answer = SubmitOutcome(SubmitVerdict.DUPLICATE, task)
 
     def on_key_known(self, task: TaskId, body_hash: str | None) -> None:
-        """Set the answer. The idempotency key already belongs to this task."""
+        """Set the answer for an idempotency key that already belongs to `task`."""
         if body_hash != self._body_hash:
             self.answer = SubmitOutcome(SubmitVerdict.KEY_REUSED, task)
         elif task != self.first:
@@ -231,8 +232,8 @@ class Change(Unit):
 def write_group(
     session: Session, units: Sequence[Unit], half_life_seconds: Seconds, heard: Position
 ) -> list[Event]:
-    """Write all units in one transaction, or none, and return their events in order. `heard`: the position up
-    to which this process has read the log.
+    """Write all units in one transaction, or none, and return their events in order. `heard` is the position
+    up to which this process has read the log.
 
     Raises what the session raises. A CommitUnknown carries the events and the notes of the audit log.
     """
@@ -243,14 +244,14 @@ def write_group(
     for term in {unit.term for unit in units if unit.term is not None}:
         session.require_term(term)
     taken = _taken_by_tenant(units)
-    # Sent before the first guard, so that an error here is not the fault of another statement. Only the
-    # leader writes usage, and its term is locked, so the sums hold until the commit.
+    # The query is sent before the first guard, so that its errors are not blamed on another statement. Only
+    # the leader writes usage, and its term is locked, so the sums hold until the commit.
     used = session.fetch_later(sql.usage_of, [(tenant,) for tenant in taken]) if taken else tuple
     for statement in sql.IN_ORDER:
         if statement in rows:
             session.write(statement, rows[statement])
-    # Taken as late as possible: every writer waits for the head of the log until this commit, which makes the
-    # order of positions the order of commits. What follows needs the positions or the time.
+    # The positions are taken as late as possible: until this commit every other writer waits for the head of
+    # the log, which makes the order of positions the order of commits. The rest needs positions or the time.
     first, at = session.take_positions(sum(unit.event_count for unit in units))
     if first <= heard:
         raise StoreUnavailable(
@@ -280,7 +281,7 @@ def _event_rows(units: Sequence[Unit], first: Position, at: Instant) -> Rows:
 
 def _events(units: Sequence[Unit], first: Position, at: Instant) -> list[Event]:
     """Return the events of the units. Called after the commit, so that the head of the log is not locked
-    while they are made."""
+    while the events are made."""
     events: list[Event] = []
     for unit in units:
         events += unit.events_at(Position(first + len(events)), at)
@@ -296,11 +297,12 @@ def _taken_by_tenant(units: Sequence[Unit]) -> Mapping[str, int]:
 
 
 def _usage_rows(taken: Mapping[str, int], used: Found, at: Instant, half_life_seconds: Seconds) -> list[Row]:
-    """Return the sums that a World computes from the events of this group, which all have this time."""
-    known = {tenant: (held, mb_seconds, since) for tenant, held, mb_seconds, since in used}
+    """Return rows with the usage sums that a World computes from the events of this group, which all have the
+    time `at`."""
+    stored = {tenant: (held, mb_seconds, since) for tenant, held, mb_seconds, since in used}
     rows: list[Row] = []
     for tenant in sorted(taken):
-        held, mb_seconds, since = known.get(tenant, (0, 0.0, at))
+        held, mb_seconds, since = stored.get(tenant, (0, 0.0, at))
         by_now = decayed(mb_seconds, held, at - since, half_life_seconds)
         # The database's clock may have been set back: the time of a sum never goes back.
         rows.append((tenant, held + taken[tenant], by_now, max(since, at)))
@@ -338,7 +340,7 @@ def answer_known(session: Session, units: Sequence[Unit]) -> list[Unit]:
     ids = {row[0] for row in session.fetch(sql.known_ids, [(new.first,) for new in submitted_units])}
     models = [(new.home,) for new in submitted_units if new.home is not None]
     by_home = {row[0]: row[1] for row in session.fetch(sql.known_homes, models)} if models else {}
-    left: list[Unit] = []
+    unanswered: list[Unit] = []
     for unit in units:
         if isinstance(unit, NewTasks) and unit.key in by_key:
             unit.on_key_known(*by_key[unit.key])
@@ -347,5 +349,5 @@ def answer_known(session: Session, units: Sequence[Unit]) -> list[Unit]:
         elif isinstance(unit, NewTasks) and unit.home in by_home:
             unit.on_home_taken(by_home[unit.home])
         else:
-            left.append(unit)
-    return left
+            unanswered.append(unit)
+    return unanswered

@@ -1,4 +1,4 @@
-"""Idle templates as rows."""
+"""The rows of idle templates."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

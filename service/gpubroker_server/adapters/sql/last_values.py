@@ -1,5 +1,5 @@
-"""Last values of the leader and the gateways. On PostgreSQL readers' connections write them, so no commit
-waits for them."""
+"""The last values of the leader and the gateways. On PostgreSQL the readers' connections write these values,
+so that no commit waits for them."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -27,17 +27,17 @@ from gpubroker_server.ports.last_values import (
 )
 
 _REVISIONS_PER_TERM = 2**32
-"""Distance between the revisions of two terms: more than a leader ever publishes in one term, so that all
-revisions of a later term are higher."""
+"""The distance between the first revisions of two terms. A leader never publishes so often in one term, so
+all revisions of a later term are higher."""
 
 OF_GATEWAYS = -(2**62)
-"""The revision of a gateway's row is this plus its time in microseconds: below those of leaders, and in
-order, because each such row has one writer, whose clock never goes back."""
+"""The revision of a gateway's row is OF_GATEWAYS plus the row's time in microseconds. It is below all
+revisions of leaders, and it rises, because each such row has one writer, whose clock never goes back."""
 
 
 @over(*last_value.c)
 def write_last_values(insert: Any, r: FromClause) -> Any:
-    """Write values over older ones, never over newer ones."""
+    """Write values over older values, never over newer ones."""
     written = insert_given(insert, last_value, r)
     new = {"revision": written.excluded.revision, "value": written.excluded.value}
     return written.on_conflict_do_update(
@@ -95,7 +95,7 @@ class SqlLastValues(SqlPart, LastValueStore, PresenceStore, SlotStore):
         raise NotImplementedError
 
     async def _put(self, kind: str, key: str, at: Instant, value: Any) -> None:
-        """Write a row of a gateway. A cancelled call still waits until the row is written, so that none is
+        """Write a row of a gateway. A cancelled call still waits until the row is written, so that no row is
         written after `absent` or `drop_slots`."""
         row = (kind, key, OF_GATEWAYS + round(at * 1e6), json_text(value))
         written = asyncio.ensure_future(self._readers.run(_write_rows, [row]))
@@ -107,8 +107,8 @@ class SqlLastValues(SqlPart, LastValueStore, PresenceStore, SlotStore):
 
 
 def _publish(connection: Connection, term: Term, number: int, values: LastValues) -> None:
-    """Write the values and delete those of runs that have ended. Number 1 of a term also deletes what older
-    leaders published."""
+    """Write the values, and delete the progress of runs that have ended. The first publication of a term also
+    deletes the values of older leaders."""
     outdated = []
     if values.ended:
         outdated.append((last_value.c.kind == "run") & last_value.c.key.in_(values.ended))
@@ -129,7 +129,7 @@ def _forget(connection: Connection, kind: str, key: str) -> None:
 
 
 def _write_rows(connection: Connection, rows: Sequence[Row], *outdated: ColumnElement[bool]) -> None:
-    """Write the rows without waiting for the disk: all values are published again soon."""
+    """Write the rows without waiting for the disk, because all values are published again soon."""
     connection.exec_driver_sql("BEGIN READ WRITE")
     connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
     if rows:
@@ -152,8 +152,8 @@ def _by_key(values: LastValues) -> Iterator[tuple[str, str, Any]]:
 
 
 def _published(connection: Connection, after: int) -> tuple[int, LastValues]:
-    """Return the newest revision and what was published after `after`. A leader of a newer release may
-    publish more fields, which msgspec ignores."""
+    """Return the newest revision, and the values that were published after the revision `after`. A leader of
+    a newer release may publish more fields, which msgspec ignores."""
     samples: list[DeviceSample] = []
     nodes: list[NodeSample] = []
     progress: dict[TaskId, Progress] = {}
@@ -177,12 +177,12 @@ def _published(connection: Connection, after: int) -> tuple[int, LastValues]:
 
 
 def _claims(connection: Connection) -> Sequence[Claim]:
-    found = [(gateway, from_json(value)) for gateway, value in connection.execute(_CLAIMS)]
-    return [Claim(gateway, value["at"], value["holds"], value["wants"]) for gateway, value in found]
+    values = [(gateway, from_json(value)) for gateway, value in connection.execute(_CLAIMS)]
+    return [Claim(gateway, value["at"], value["holds"], value["wants"]) for gateway, value in values]
 
 
 def _presences(connection: Connection) -> Sequence[Presence]:
-    found = [(gateway, from_json(value)) for gateway, value in connection.execute(_PRESENCES)]
+    values = [(gateway, from_json(value)) for gateway, value in connection.execute(_PRESENCES)]
     return [
         Presence(
             gateway,
@@ -191,5 +191,5 @@ def _presences(connection: Connection) -> Sequence[Presence]:
             frozenset(value.get("in_use", ())),
             frozenset(value.get("recent", ())),
         )
-        for gateway, value in found
+        for gateway, value in values
     ]

@@ -17,7 +17,8 @@ from gpubroker_server.adapters.sql.system_tables import SCHEMA
 _INSTALLED = Path(__file__).parent / "migrations"
 _CHECKOUT = Path(__file__).parents[4] / "migrations"
 _LOCK = 0x67706272
-"""Key of the advisory lock of PostgreSQL under which one process migrates while others that start wait."""
+"""The key of the advisory lock of PostgreSQL that the migrating process holds, while others that start wait
+for it."""
 _OTHERS = text("""
 SELECT DISTINCT application_name FROM pg_stat_activity
 WHERE datname = current_database() AND application_name LIKE 'gpubroker%'
@@ -25,11 +26,11 @@ WHERE datname = current_database() AND application_name LIKE 'gpubroker%'
 ORDER BY 1
 """)
 """Finds the other processes of gpubroker. A process that starts opens a session before it waits for the lock
-to read the revision: either this query sees the session, or the process finds the new revision."""
+and reads the revision. So either this query sees its session, or the process finds the new revision."""
 
 
 def migrate_to(engine: Engine, revision: str, name: str, *, drop_everything: bool) -> str:
-    """See `database.bring_to`."""
+    """Migrate up or down to a revision, and return the revision that is reached. Raises DatabaseRefused."""
     try:
         with engine.begin() as connection:
             if connection.dialect.name == "postgresql":
@@ -54,7 +55,7 @@ def migrate_to(engine: Engine, revision: str, name: str, *, drop_everything: boo
 class _Goal(Struct, frozen=True):
     revision: str
     of: str
-    """Name of the database, for people."""
+    """The name of the database in error messages."""
     drop_everything: bool
 
 
@@ -79,8 +80,8 @@ def _knows(config: Config, revision: str) -> bool:
 
 
 def _check_compatible(connection: Connection, current: str, name: str, *, goes_elsewhere: bool) -> None:
-    """Check a schema that newer software has migrated. If this software may still use it, it stays as it is.
-    Raises DatabaseRefused otherwise."""
+    """Check that this software may use a schema that newer software has migrated. Such a schema is not
+    changed. Raises DatabaseRefused."""
     compatible_from = connection.execute(text("SELECT compatible_from FROM log_head")).scalar_one()
     if compatible_from > SCHEMA:
         raise DatabaseRefused(
@@ -118,7 +119,8 @@ def _check_way_down(connection: Connection, target: str, goal: _Goal) -> None:
         )
     if connection.dialect.name != "postgresql":
         return  # Nobody else uses the file, because this process holds its lock.
-    # Locked before the sessions are listed: a process that starts later waits and reads the new revision.
+    # Lock the table before the sessions are listed: a process that starts later waits and reads the new
+    # revision.
     connection.execute(text("LOCK TABLE alembic_version IN ACCESS EXCLUSIVE MODE"))
     if others := connection.execute(_OTHERS).scalars().all():
         raise DatabaseRefused(

@@ -1,4 +1,4 @@
-"""Uploaded objects, as rows."""
+"""The rows of uploaded objects."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -41,7 +41,7 @@ _COUNTED = (
     ),
     func.count(),
 )
-"""(bytes, number) of objects: each counts as LEAST_BYTES or more."""
+"""The total size in bytes and the number of objects. Each object counts as at least LEAST_BYTES."""
 
 _OBJECT = select(stored_object).where(_c.tenant == bindparam("tenant"), _c.digest == bindparam("digest"))
 _COUNTED_OBJECTS = select(*_COUNTED).where(_c.tenant == bindparam("tenant"), _c.expires_at > bindparam("now"))
@@ -52,8 +52,8 @@ class SqlObjects(SqlPart):
 
     async def keep_object(self, given: StoredObject, quota: Quota) -> StoredObject | None:
         def act(session: Session) -> StoredObject | None:
-            # Lock the head of the log first: other uploads wait here, and then count this one, so that
-            # uploads at the same time cannot exceed the quota together.
+            # Lock the head of the log first: other uploads wait for it, and then count this one, so that
+            # simultaneous uploads cannot exceed the quota together.
             session.take_positions(0)
             session.write(_drop_expired, [(given.tenant, given.created_at)])
             [(others, many)] = session.fetch(_count_others, [(given.tenant, given.digest)])
@@ -96,7 +96,7 @@ class SqlObjects(SqlPart):
 
 
 def prune_objects(session: Session, now: Instant) -> bool:
-    """Do one step. Return True if it removed any object that had expired by `now`."""
+    """Remove some objects that had expired by `now`. Returns True if there were any."""
     return bool(session.fetch(_prune, [(now,)]))
 
 
@@ -106,13 +106,13 @@ def _find(connection: Connection, tenant: str, digest: str) -> StoredObject | No
 
 
 def listing(tenant: str, now: Instant, order: ObjectOrder, after: SortKey, limit: int) -> Select[Any]:
-    """Return the query of a page. Sorted by digest, the order of the primary key, a page reads only its own
+    """Return the query of a page. A page that is sorted by digest, as the primary key is, reads only its own
     rows."""
     columns = [_c[name] for name in order.sort.fields]
     query = select(stored_object).where(_c.tenant == tenant, _c.expires_at > now).limit(limit)
     if after:
-        here, there = tuple_(*columns), tuple_(*after)
-        query = query.where(here < there if order.descending else here > there)
+        row_key, after_key = tuple_(*columns), tuple_(*after)
+        query = query.where(row_key < after_key if order.descending else row_key > after_key)
     return query.order_by(*(column.desc() if order.descending else column for column in columns))
 
 
@@ -168,10 +168,10 @@ def _drop(_insert: Any, r: FromClause) -> Any:
 
 @over(_AT)
 def _prune(_insert: Any, r: FromClause) -> Any:
-    """Delete some objects that have expired. The time is checked again in the row itself, because another
-    transaction may have extended it since it was found."""
+    """Delete some objects that have expired. The deletion itself checks the time again, because another
+    transaction may have extended it since the object was found."""
     now, other = select(r.c.at).scalar_subquery(), stored_object.alias("other")
     step: Any = literal_column(str(OBJECTS_PER_STEP))
-    some = select(other.c.tenant, other.c.digest).where(other.c.expires_at <= now).limit(step)
-    chosen = tuple_(*_KEY).in_(some.offset(literal_column("0")))
+    expired = select(other.c.tenant, other.c.digest).where(other.c.expires_at <= now).limit(step)
+    chosen = tuple_(*_KEY).in_(expired.offset(literal_column("0")))
     return delete(stored_object).where(chosen, _c.expires_at <= now).returning(_c.digest)

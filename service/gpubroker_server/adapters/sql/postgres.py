@@ -1,4 +1,5 @@
-"""The writer's session on PostgreSQL. Statements are sent in pipelines, so that a group waits twice.
+"""The writer's session on PostgreSQL. Statements are sent in pipelines, so that a group commit waits for the
+server only twice.
 
 The server ends a transaction that does nothing for two seconds, so a leader that hangs does not hold the head
 of the log.
@@ -59,11 +60,12 @@ WHERE datname = current_database() AND usename = current_user AND application_na
     AND pid <> pg_backend_pid() AND state = 'active' AND wait_event = 'ClientRead'
     AND query_start < clock_timestamp() - CASE WHEN query ILIKE 'copy%' THEN '30s' ELSE '2s' END::interval
 """
-"""Ends sessions of stopped processes. A process that is stopped between two statements of one pipeline leaves
-its session `active` and holds its locks, and before PostgreSQL 17 no timeout of the server ends that."""
+"""Ends sessions of stopped processes. If a process is stopped between two statements of one pipeline, its
+session stays `active` and holds its locks. Before PostgreSQL 17 no timeout of the server ends such a
+session."""
 _COPIED_FROM = 256
-"""Number of rows from which a statement uses COPY. That waits twice more, but without it a large batch
-exceeds the statement timeout (`bench batch`)."""
+"""The number of rows from which a statement uses COPY. COPY waits for the server twice more, but without it a
+large batch exceeds the statement timeout (`bench batch`)."""
 GOODBYES = (
     errors.AdminShutdown,
     errors.CrashShutdown,
@@ -71,20 +73,20 @@ GOODBYES = (
     errors.IdleInTransactionSessionTimeout,
     errors.ReadOnlySqlTransaction,
 )
-"""The errors with which a server closes a connection, or says that it has become a standby: the connection
-counts as lost although it is open."""
+"""The errors with which a server closes a connection, or says that it has become a standby. After such an
+error the connection counts as lost even if it is open."""
 
 
 @cache
 def _copy_statement(statement: SetStatement) -> str:
-    """Return the COPY into the statement's table. If the key of one row exists, all rows fail."""
+    """Return the COPY into the statement's table. COPY fails as a whole if the key of one row exists."""
     quoted = POSTGRES.identifier_preparer.quote
     columns = ", ".join(map(quoted, statement.names))
     return f"COPY {quoted(statement.copied)} ({columns}) FROM STDIN"
 
 
 def copied_text(rows: Rows) -> Iterator[str]:
-    """Yield the text that COPY reads: a line for each row, its values separated by tabs."""
+    """Yield the text that COPY reads: a line for each row, with its values separated by tabs."""
     yield "".join([_line(row) + "\n" for row in rows.single])
     for heads, tail in rows.alike:
         end = f"\t{_line(tail)}\n" if tail else "\n"
@@ -121,8 +123,8 @@ def _escaped(text: str) -> str:
 def server_addresses(url: str) -> list[tuple[str, int]]:
     """Return (host, port) of each server that the URL names, without Unix sockets. Raises DatabaseRefused."""
     try:
-        found = psycopg.conninfo.conninfo_to_dict(url)
-        hosts, ports = (str(found.get(name, "")).split(",") for name in ("host", "port"))
+        settings = psycopg.conninfo.conninfo_to_dict(url)
+        hosts, ports = (str(settings.get(name, "")).split(",") for name in ("host", "port"))
         named = [(host, int(port or 5432)) for host, port in zip(hosts, cycle(ports), strict=False)]
     except (psycopg.ProgrammingError, ValueError):
         raise DatabaseRefused(
@@ -132,7 +134,7 @@ def server_addresses(url: str) -> list[tuple[str, int]]:
 
 
 def term_session(url: str, *, pooled: bool) -> "PostgresSession":
-    """Open a session for the leader's row alone. Raises StoreUnavailable."""
+    """Open a session that is used only for the leader's row. Raises StoreUnavailable."""
     try:
         return PostgresSession(url, TERM, pooled=pooled)
     except psycopg.Error as error:
@@ -151,9 +153,11 @@ class PostgresSession:
         self._pipeline: psycopg.Pipeline
         """The pipeline of the open transaction."""
         self._sent: list[tuple[SetStatement, int, psycopg.Cursor[Any]]] = []
-        """(statement, number of its rows, its answer) of each guarded statement of the open transaction."""
+        """The guarded statements of the open transaction: each with the number of its rows and the cursor of
+        its answer."""
         self._terms: list[tuple[Term, psycopg.Cursor[Any]]] = []
-        """(term that must lead, the leader's row) of the open transaction."""
+        """The terms that must lead at the commit of the open transaction: each with the cursor that reads the
+        leader's row."""
 
     def begin(self) -> None:
         with self._translated():
@@ -211,8 +215,8 @@ class PostgresSession:
         try:
             with self._translated():
                 head = self._connection.execute(_TAKE_HEAD, [events])
-                # Reading the answer would not do: only after a sync does the server count the session as
-                # idle, and end a transaction that hangs while it locks the head of the log.
+                # Reading the answer would not suffice: only after a sync does the server count the session as
+                # idle, and then end a transaction that hangs while it locks the head of the log.
                 self._pipeline.sync()
                 [(last, compatible_from, at)] = head.fetchall()
         finally:
@@ -221,8 +225,8 @@ class PostgresSession:
         return Position(last - events + 1), Instant(at)
 
     def _check_guards(self) -> None:
-        """Raise the first guard that was missed, if any was. Called also after a failed constraint: a missed
-        guard may be its cause, so the guard is what gets reported."""
+        """Raise the error of the first guard that was missed, if any was. Also called after a failed
+        constraint, because a missed guard may be its cause and is then reported instead."""
         # A negative row count means that there is no answer, because an earlier statement has failed.
         for term, leader in self._terms:
             for current, holder, server in leader.fetchall() if leader.rowcount >= 0 else ():
@@ -233,9 +237,9 @@ class PostgresSession:
                         f"term {term} was taken on the server {server}, and this is {self.server}, which may "
                         "lack the last commits; take a new term"
                     )
-        for statement, given, written in self._sent:
-            if 0 <= written.rowcount != given:
-                raise GuardMissed(statement, given, written.rowcount)
+        for statement, row_count, written in self._sent:
+            if 0 <= written.rowcount != row_count:
+                raise GuardMissed(statement, row_count, written.rowcount)
 
     def commit(self) -> None:
         try:
@@ -257,7 +261,7 @@ class PostgresSession:
                 self._connection.execute("ROLLBACK")
 
     def has_event(self, event: Event) -> bool:
-        # A commit of ours that is still under way locks the head of the log: wait until it has ended.
+        # Our own commit, if still under way, locks the head of the log: wait until it has ended.
         with self._translated(), self._connection.transaction():
             self._connection.execute("SELECT position FROM log_head WHERE id = 1 FOR UPDATE")
             cursor = self._connection.execute(
@@ -276,7 +280,7 @@ class PostgresSession:
 
     def notify_resigned(self) -> None:
         with self._translated():
-            # No need to wait for the disk: if a crash undoes it, the lease ends by itself.
+            # The resignation need not be on disk: if a crash undoes it, the lease ends by itself.
             self._connection.execute("SET LOCAL synchronous_commit = off", prepare=False)
             self._connection.execute(NOTIFY_RESIGNED, prepare=False)
 
@@ -297,8 +301,8 @@ class PostgresSession:
         self._connection.close()
 
     def _is_out_of_step(self, error: psycopg.Error) -> bool:
-        """Return True if the protocol's state is lost. An error without a code comes from the driver: the
-        server has closed in the middle of an answer, although the connection still counts as open."""
+        """Return True if the connection can no longer be used. An error without a code comes from the driver:
+        the server has closed the connection in the middle of an answer, although it still counts as open."""
         says_nothing = isinstance(error, psycopg.OperationalError) and error.sqlstate is None
         is_consequence = isinstance(error, errors.PipelineAborted)
         return self._connection.closed or self._connection.broken or (says_nothing and not is_consequence)

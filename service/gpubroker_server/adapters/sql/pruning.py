@@ -25,8 +25,8 @@ _task, _spec, _event, _audit = tables.task, tables.task_spec, tables.event, syst
 
 
 def prune_step(session: Session, term: Term, cutoffs: Cutoffs) -> list[TaskId] | None:
-    """Do one step, in a transaction that fails if the term is over. Returns the tasks that were removed; None
-    if nothing was left to remove."""
+    """Remove some expired rows, in a transaction that fails if the term is over. Returns the tasks that were
+    removed; None if nothing was left to remove."""
     session.require_term(term)
     tasks = _prune_tasks(session, cutoffs)
     events = _prune_first(session, _FIRST_EVENTS, _DELETE_EVENTS, cutoffs.finished, cutoffs.heard)
@@ -36,12 +36,12 @@ def prune_step(session: Session, term: Term, cutoffs: Cutoffs) -> list[TaskId] |
 
 
 def _prune_tasks(session: Session, cutoffs: Cutoffs) -> list[TaskId]:
-    found = session.fetch(_finished_tasks, [(cutoffs.finished, cutoffs.keyed)])
-    if not found:
+    finished = session.fetch(_finished_tasks, [(cutoffs.finished, cutoffs.keyed)])
+    if not finished:
         return []
-    ids = [(id,) for id, _, _ in found]
+    ids = [(id,) for id, _, _ in finished]
     labels = [
-        (tenant, key, value, id) for id, tenant, text in found for key, value in from_json(text).items()
+        (tenant, key, value, id) for id, tenant, text in finished for key, value in from_json(text).items()
     ]
     if labels:
         session.write(_DELETE_LABELS, labels)
@@ -55,8 +55,8 @@ def _prune_tasks(session: Session, cutoffs: Cutoffs) -> list[TaskId]:
 def _prune_first(
     session: Session, first: SetStatement, delete_upto: SetStatement, before: float, last: float = inf
 ) -> bool:
-    """Delete the first rows that are older than `before`, up to `last`. Only the first, so that the rest has
-    no gap even if the clock was set back. Returns True if there were any."""
+    """Delete the first rows that are older than `before`, up to the place `last`. Deletion stops at the first
+    newer row, so that the rest has no gap even if the clock was set back. Returns True if there were any."""
     upto = None
     for place, at in session.fetch(first, [(1,)]):
         if at >= before or place > last:
@@ -69,7 +69,7 @@ def _prune_first(
 
 
 class _IsAwaited(GenericFunction[bool]):
-    """The SQL condition that an unfinished task waits for the end of this one."""
+    """The SQL condition that an unfinished task waits for the end of the given task."""
 
     type = Boolean()
     inherit_cache = True
@@ -95,10 +95,10 @@ def _on_postgresql(is_awaited: _IsAwaited, compiler: Any, **options: Any) -> str
 
 @over(Column("before", Double), Column("keyed_before", Double))
 def _finished_tasks(_insert: Any, r: FromClause) -> Any:
-    """Find tasks whose memory is confirmed free, whose idempotency key has expired, and for whose end no task
-    waits: a new leader reads how such a task ended. The first worker of an array or a set stays while others
-    work, because its rows have their terms and their results. Times are scalar subqueries for the planner's
-    sake, as in `tail`."""
+    """Find finished tasks whose memory is confirmed free, whose idempotency key has expired, and for whose
+    end no task waits: a new leader would read how an awaited task ended. The first worker of an array or a
+    worker set stays while others work, because the terms and the results of the whole array or set are in its
+    rows. Times are scalar subqueries for the planner's sake, as in `statements.tail`."""
     lease, label, worker = tables.lease, tables.task_label, _task.alias("worker")
     before, keyed_before = (select(time).scalar_subquery() for time in (r.c.before, r.c.keyed_before))
     held = select(lease.c.holder).where(lease.c.holder == _task.c.id, ~lease.c.released).exists()
@@ -121,8 +121,8 @@ def _finished_tasks(_insert: Any, r: FromClause) -> Any:
 
 
 def _first(table: Any, name: str) -> SetStatement:
-    """Return the statement that finds the first rows in the order of writing, with their times. It takes one
-    row."""
+    """Return the statement that finds the first rows, in the order in which they were written, with their
+    times. The statement takes one row."""
 
     def build(_insert: Any, r: FromClause) -> Any:
         rows = select(table.c[name], table.c.at).order_by(table.c[name])

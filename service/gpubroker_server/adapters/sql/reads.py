@@ -1,4 +1,4 @@
-"""Reads of the store. They have connections of their own and never wait for the writer."""
+"""The reads of the store. They use their own connections and never wait for the writer."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,7 +62,7 @@ _LEASE = tuple(tables.lease.c[field.name] for field in fields(Lease) if field.na
 _PLEDGE = tuple(tables.pledge.c[field.name] for field in fields(Pledge))
 _DEVICE = tuple(tables.device.c[field.name] for field in fields(Device))
 _lease = tables.lease
-# The tenant is also in the row of the task, which is joined.
+# The tenant is left out because it is also in the row of the task, which is joined.
 _SPEC = tuple(column for column in _spec.c if column.name != "tenant")
 ESTIMATE = tuple(tables.estimate.c[name] for name in ("tenant", "subject", "kind", "what", "counts"))
 _ESTIMATES = select(*ESTIMATE).order_by(tables.estimate.c.learned_at)
@@ -86,8 +86,8 @@ _RECORDS = (
     .join(_spec, _spec.c.task == _chosen.c.id)
     .outerjoin(_outcome, and_(_outcome.c.task == _chosen.c.id, _outcome.c.fence == _newest))
 )
-"""The chosen tasks are named by their ids: building a subquery of whole rows leaves hundreds of cyclic
-objects."""
+"""Selects records of chosen tasks. A query chooses tasks by their ids, because building a subquery of whole
+rows leaves hundreds of objects in reference cycles."""
 _ONE_RECORD = _RECORDS.where(_chosen.c.id == bindparam("task"))
 _RESULT = {"format": "result_format", "data": "result", "digest": "result_digest"}
 _NEWEST_OUTCOME = (
@@ -157,12 +157,12 @@ class SqlReads(SqlPart):
     _begin_snapshot: str
 
     async def known_key(self, tenant: str, key: str) -> KnownKey | None:
-        found = await self._rows(_KNOWN_KEY, {"tenant": tenant, "idem_key": key})
-        return KnownKey(TaskId(found[0]["id"]), found[0]["body_hash"]) if found else None
+        stored = await self._rows(_KNOWN_KEY, {"tenant": tenant, "idem_key": key})
+        return KnownKey(TaskId(stored[0]["id"]), stored[0]["body_hash"]) if stored else None
 
     async def batch_answer(self, first: TaskId) -> str:
-        found = await self._rows(_BATCH_ANSWER, {"task": first})
-        return str(found[0]["answer"]) if found else ""
+        stored = await self._rows(_BATCH_ANSWER, {"task": first})
+        return str(stored[0]["answer"]) if stored else ""
 
     async def snapshot(self) -> Snapshot:
         at = await self.database_time()
@@ -173,15 +173,15 @@ class SqlReads(SqlPart):
     ) -> Sequence[Event]:
         wanted = {"after": after, "most": limit}
         if tasks is None:
-            found = await self._rows(_EVENTS, wanted)
+            rows_found = await self._rows(_EVENTS, wanted)
         else:
-            found = await self._rows(_EVENTS_OF_TASKS, {**wanted, "tasks": tasks})
-        return [rows.event_of_row(tuple(row.values())) for row in found]
+            rows_found = await self._rows(_EVENTS_OF_TASKS, {**wanted, "tasks": tasks})
+        return [rows.event_of_row(tuple(row.values())) for row in rows_found]
 
     async def moves(self, tasks: Sequence[TaskId]) -> Sequence[Event]:
         moved = select(*EVENT).where(tables.event.c.task.in_(tasks), tables.event.c.kind.in_(STATE_EVENTS))
-        found = await self._rows(moved.order_by(tables.event.c.position))
-        return [rows.event_of_row(tuple(row.values())) for row in found]
+        rows_found = await self._rows(moved.order_by(tables.event.c.position))
+        return [rows.event_of_row(tuple(row.values())) for row in rows_found]
 
     async def head(self) -> Position:
         return await self._readers.run(head)
@@ -197,29 +197,29 @@ class SqlReads(SqlPart):
         return [TaskId(row["id"]) for row in await self._rows(query)]
 
     async def stored_record(self, task: TaskId) -> TaskRecord | None:
-        found = await self._rows(_ONE_RECORD, {"task": task})
-        return _record_of(found[0]) if found else None
+        stored = await self._rows(_ONE_RECORD, {"task": task})
+        return _record_of(stored[0]) if stored else None
 
     async def states(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, StoredState]:
         query = select(_task.c.id, _task.c.tenant, _task.c.state, _task.c.failed_by, _task.c.array)
-        found = await self._rows(query.where(_task.c.id.in_(tasks))) if tasks else ()
+        stored = await self._rows(query.where(_task.c.id.in_(tasks))) if tasks else ()
         return {
             TaskId(row["id"]): StoredState(
                 row["tenant"], TaskState(row["state"]), row["failed_by"], row["array"]
             )
-            for row in found
+            for row in stored
         }
 
     async def stored_specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
-        found = await self._rows(select(*_SPEC).where(_spec.c.task.in_(tasks)))
-        return {TaskId(row["task"]): with_told(value_of_row(RunSpec, row)) for row in found}
+        stored = await self._rows(select(*_SPEC).where(_spec.c.task.in_(tasks)))
+        return {TaskId(row["task"]): with_told(value_of_row(RunSpec, row)) for row in stored}
 
     async def pending_entrypoints(self) -> Mapping[str, int]:
         return {row["entrypoint"]: row["tasks"] for row in await self._rows(_PENDING_ENTRYPOINTS)}
 
     async def stored_result(self, task: TaskId) -> StoredResult | None:
-        found = await self._rows(_NEWEST_OUTCOME, {"task": task})
-        return StoredResult(**found[0] | {"failure": _failure_of(found[0])}) if found else None
+        stored = await self._rows(_NEWEST_OUTCOME, {"task": task})
+        return StoredResult(**stored[0] | {"failure": _failure_of(stored[0])}) if stored else None
 
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         return [StoredCheckpoint(**row) for row in await self._rows(_CHECKPOINTS, {"task": task})]
@@ -231,10 +231,10 @@ class SqlReads(SqlPart):
         return [value_of_row(TokenRow, row) for row in await self._rows(_TOKENS)]
 
     async def blobs(self) -> str | None:
-        """Return the name of the directory of objects that belongs to this database; None before the first
-        claim."""
-        found: str | None = await self._readers.run(_scalar, select(installation.c.blobs))
-        return found
+        """Return the name of the directory of objects that belongs to this database; None if no directory was
+        claimed yet."""
+        directory: str | None = await self._readers.run(_scalar, select(installation.c.blobs))
+        return directory
 
     async def held_back(self) -> HeldBack | None:
         return await self._readers.run(_held_back)
@@ -251,12 +251,12 @@ def _scalar(connection: Connection, query: Executable) -> Any:
 
 
 def listing(wanted: TaskFilter) -> Select[Any]:
-    """Return the query of the tasks that match, in order."""
+    """Return the query of the records of the tasks that match, in order."""
     return _RECORDS.where(_chosen.c.id.in_(_matching(wanted))).order_by(*_order(_chosen, wanted))
 
 
-def _order(of: FromClause, wanted: TaskFilter) -> list[ColumnElement[Any]]:
-    return [of.c[name].desc() if wanted.descending else of.c[name] for name in wanted.sort.fields]
+def _order(table: FromClause, wanted: TaskFilter) -> list[ColumnElement[Any]]:
+    return [table.c[name].desc() if wanted.descending else table.c[name] for name in wanted.sort.fields]
 
 
 def _matching(wanted: TaskFilter) -> Select[Any]:
@@ -264,22 +264,25 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
     priorities = _within(_task.c.priority, wanted.min_priority, above)
     query = select(_task.c.id).where(*_in_states(wanted.states), *priorities)
     if wanted.after:
-        here, there = tuple_(*(_task.c[name] for name in wanted.sort.fields)), tuple_(*wanted.after)
-        query = query.where(here < there if wanted.descending else here > there)
+        row_key, after_key = tuple_(*(_task.c[name] for name in wanted.sort.fields)), tuple_(*wanted.after)
+        query = query.where(row_key < after_key if wanted.descending else row_key > after_key)
     named = {name: getattr(wanted, name) for name in ("tenant", "name", "stream")}
     query = query.where(*(_task.c[name] == value for name, value in named.items() if value is not None))
     if wanted.model_type is not None:
         query = query.where(_has_spec(_spec.c.model_type == wanted.model_type))
     if wanted.runs_after is not None:
         # A partial index is used only by queries that repeat its condition.
-        some = _task.c.after != literal_column("'[]'")
-        query = query.where(some, _task.c.after.contains(f'"{wanted.runs_after}"', autoescape=True))
+        has_predecessors = _task.c.after != literal_column("'[]'")
+        query = query.where(
+            has_predecessors, _task.c.after.contains(f'"{wanted.runs_after}"', autoescape=True)
+        )
     query = query.where(*_within(_task.c.submitted_at, wanted.submitted_from, wanted.submitted_before))
     query = query.where(*_within(_task.c.finished_at, wanted.finished_from, wanted.finished_before))
     if wanted.kind == EXTERNAL:
         query = query.where(_task.c.external.isnot(None))  # This is the condition of the partial index.
     elif wanted.kind is None:
-        query = query.where(_task.c.home.is_(None))  # holders of models are listed only if they are asked for
+        # Holders of models are listed only if they are asked for.
+        query = query.where(_task.c.home.is_(None))
     else:
         query = query.where(_has_spec(_spec.c.kind == wanted.kind))
     if wanted.quarantined is not None:
@@ -292,18 +295,19 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
     return query.order_by(*_order(_task, wanted)).limit(wanted.limit)
 
 
-def _has_spec(such: ColumnElement[bool]) -> ColumnElement[bool]:
-    return select(_spec.c.task).where(_spec.c.task == _task.c.id, such).correlate(_task).exists()
+def _has_spec(condition: ColumnElement[bool]) -> ColumnElement[bool]:
+    return select(_spec.c.task).where(_spec.c.task == _task.c.id, condition).correlate(_task).exists()
 
 
 def _within(value: Column[Any], start: Any, end: Any) -> list[ColumnElement[bool]]:
-    """Return the conditions for a value from the start on, and before the end."""
+    """Return the conditions that the value is not before `start`, and before `end`; None stands for no
+    bound."""
     return [*([] if start is None else [value >= start]), *([] if end is None else [value < end])]
 
 
 def _in_states(states: Sequence[TaskState]) -> list[Any]:
-    """Return the conditions for these states. If all states are terminal or none is, the conditions name the
-    half, so that its partial index is used."""
+    """Return the conditions for these states. If all states are terminal or none is, a condition on
+    `finished` makes the database use the partial index of such tasks."""
     names, ended = [state.value for state in states], {state in TERMINAL for state in states}
     if ended == {True}:
         return [_task.c.finished, _task.c.ended_as.in_(names)]
@@ -333,13 +337,13 @@ def lineage(connection: Connection) -> Lineage:
 
 
 def leader(connection: Connection) -> LeaderRow:
-    [(term, holder, until, at, of, server)] = connection.execute(_LEADER)
-    return LeaderRow(Term(term), holder, Instant(until), Instant(at), Lineage(of), server)
+    [(term, holder, until, at, lineage_number, server)] = connection.execute(_LEADER)
+    return LeaderRow(Term(term), holder, Instant(until), Instant(at), Lineage(lineage_number), server)
 
 
 def _snapshot(connection: Connection, begin: str, at: Instant) -> Snapshot:
-    """Read what a World begins with. `begin`: SQL that begins a transaction in which all reads see one state,
-    so that the events after `position` are exactly those that the rows lack."""
+    """Return the rows from which a World is built. `begin` is SQL that begins a transaction in which all
+    reads see one state, so that the events after `position` are exactly the ones that the rows lack."""
     connection.exec_driver_sql(begin)
     finished, device = tables.finished, tables.device
     holders = select(_lease.c.holder).where(~_lease.c.released)
@@ -380,8 +384,8 @@ def now(connection: Connection) -> Instant:
 
 
 def _held_back(connection: Connection) -> HeldBack | None:
-    """Return how long transactions of others have held the database's cleanup back, and how many transactions
-    replication slots hold back, whose times are unknown. Returns None for SQLite."""
+    """Return for how long transactions of other clients have held back the database's cleanup, and how many
+    transactions replication slots hold back, whose times are unknown. Returns None for SQLite."""
     if connection.dialect.name == "sqlite":
         return None
     [(seconds, transactions)] = connection.exec_driver_sql(_HELD_BACK).fetchall()
@@ -412,7 +416,7 @@ class SqlItemPages(SqlPart):
 
 
 def counts_of(array: TaskId) -> Select[Any]:
-    """Return the query of the sums over all pages of the array. An index covers the query, so no page is
+    """Return the query of the sums over all pages of the array. An index covers the query, so that no page is
     read."""
     return select(*_PAGE_SUMS).where(_page.array == array)
 
@@ -423,12 +427,12 @@ def _item_counts(connection: Connection, array: TaskId) -> ItemCounts:
 
 
 def _items_done(connection: Connection, array: TaskId) -> Sequence[ItemRange]:
-    found = connection.execute(select(_page.first, _behind).where(_page.array == array))
-    return [(first, behind) for first, behind in found]
+    ranges = connection.execute(select(_page.first, _behind).where(_page.array == array))
+    return [(first, behind) for first, behind in ranges]
 
 
 def pages_of(wanted: PageFilter) -> Select[Any]:
-    """Return the query of the pages, in order. An index leads to the first of them."""
+    """Return the query of the pages, in order. The query finds the first page by an index."""
     whose = _page.array == wanted.array
     query = select(tables.item_page).where(whose).limit(wanted.limit)
     if wanted.by_commit:

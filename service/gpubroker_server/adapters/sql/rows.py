@@ -1,4 +1,4 @@
-"""Convert tasks, leases and other values to rows and back. A column that no statement looks into may hold
+"""Convert tasks, leases and other values to rows and back. A column that no statement searches may hold
 JSON."""
 
 from collections import defaultdict
@@ -40,7 +40,7 @@ _COUNTS = json.Decoder(tuple[tuple[int, int], ...])
 
 
 def event_row(event: NewEvent) -> Row:
-    """Return the row of an event without its position and time, the first and the last column of
+    """Return the row of an event, without position and time, which are the first and the last column of
     `statements.EVENT_IN`."""
     return (
         event.key, task_of(event), json_text(event.payload), event.kind, event.version, event.tenant,
@@ -58,13 +58,14 @@ def rows_of_submission(submission: AdmittedTask) -> Iterator[Written]:
 
 
 def task_head(task: Task) -> Row:
-    """Return the columns that differ among the tasks of a batch that run the same with other arguments."""
+    """Return the columns that differ among tasks of a batch that differ only in their arguments."""
     return (task.id, task.queued_bytes)
 
 
 def task_tail(task: Task) -> Row:
     """Return the last columns of a new task, without its idempotency key and the hash of its body. Raises
-    ValueError for a task that is not new: its row gets the defaults of all columns that change later."""
+    ValueError for a task that is not new, because the row has the defaults of all columns that change
+    later."""
     if task.state is not TaskState.PENDING or task.version != 1:
         raise ValueError(f"task {task.id} is {task.state} in version {task.version}; submit a new one")
     return _new_task(task)
@@ -78,9 +79,9 @@ def _holder_columns(task: Task) -> Row:
     """Return the array, the external holder, the model and the home of a new task."""
     if isinstance(task.holder, Run):
         return (None, None, None, None)  # most tasks are runs
-    found = fields_of_holder(task.holder)
-    home = None if found.model is None else home_text(found.model)
-    return (found.array, _text(found.external), _text(found.model), home)
+    holder_fields = fields_of_holder(task.holder)
+    home = None if holder_fields.model is None else home_text(holder_fields.model)
+    return (holder_fields.array, _text(holder_fields.external), _text(holder_fields.model), home)
 
 
 def _text(value: Struct | None) -> str | None:
@@ -101,19 +102,19 @@ def _env(spec: RunSpec) -> Row:
     return (json_text(variables) if variables else "{}",)
 
 
-# The columns are those of StoredTask, and their values are the task's own fields of the same names.
+# The columns are columns of StoredTask. Their values are the task's fields with the same names.
 _new_task = row_writer(StoredTask, sql.TASK_IN[2:-6], _holder_columns)
 _new_spec = row_writer(RunSpec, sql.SPEC_IN[4:-1], _env)
 
 
 class BatchRows:
-    """The rows and events of a batch. What equal tasks have in common is made once for all of them."""
+    """The rows and events of a batch. The common part of equal tasks is made once for all of them."""
 
     def __init__(self, batch: BatchSubmission) -> None:
         self._batch = batch
         self._texts: dict[int, tuple[str, str]] = {}
-        """Identity of a submission that others are like (`AdmittedTask.like`) -> the JSON of its task before
-        and after the id, without `queued_bytes`."""
+        """`id` of a submission that others resemble (`AdmittedTask.like`) -> the JSON of its task before and
+        after the task id, without `queued_bytes`."""
         self.blocks = list(self._blocks())
         self._heads = list(self._event_heads())
 
@@ -163,12 +164,12 @@ class BatchRows:
 
 def _by_likeness(submissions: Sequence[AdmittedTask]) -> list[list[AdmittedTask]]:
     """Return groups of submissions that differ only in ids and arguments."""
-    found: dict[Row, list[AdmittedTask]] = defaultdict(list)
+    groups: dict[Row, list[AdmittedTask]] = defaultdict(list)
     for submission in submissions:
         spec = submission.spec
         run = (spec.kind, spec.entrypoint, spec.command, spec.objects, spec.python, spec.working_directory)
-        found[id(submission.like or submission), *run].append(submission)
-    return list(found.values())
+        groups[id(submission.like or submission), *run].append(submission)
+    return list(groups.values())
 
 
 def _around_id(task: Task) -> tuple[str, str]:
@@ -183,10 +184,10 @@ def row_of_request(request: Request) -> Written:
 
 
 def rows_of_decision(decision: Decision) -> Iterator[Written]:
-    """Yield the rows of a decision, without leased memory, counts of finished tasks and estimates: a group
-    adds these up over all its decisions.
+    """Yield the rows of a decision, without leased memory, counts of finished tasks and estimates, which a
+    group adds up over all its decisions.
 
-    A decision with an outcome or a checkpoint also changes the task, which names the tenant.
+    A decision with an outcome or a checkpoint also writes the task, from which the tenant is taken.
     """
     for node in decision.nodes:
         yield sql.WRITE_NODES, _node(node)
@@ -242,7 +243,7 @@ def estimate_row(lesson: Observation) -> Row:
 
 
 def estimate_of_row(row: Sequence[Any]) -> tuple[SketchKey, Sketch]:
-    """Return the topic and its sketch. `row` has the columns of `reads.ESTIMATE`."""
+    """Return the topic of an estimate and its sketch. `row` has the columns of `reads.ESTIMATE`."""
     tenant, subject, kind, what, counts = row
     return SketchKey(tenant, subject, kind, What(what)), Sketch(_COUNTS.decode(counts))
 
@@ -291,14 +292,16 @@ def _checkpoint_row(saved: Checkpointed, tenant: str) -> Row:
 
 
 def event_of_row(row: Sequence[Any]) -> Event:
-    """Return the event. `row` has the columns of `statements.EVENT`. Raises LogOutgrown for a newer form."""
+    """Return the event that a row holds. `row` has the columns of `statements.EVENT`. Raises LogOutgrown for
+    an event of a newer form."""
     position, at, kind, key, version, tenant, text, reader = row
     check_reader(reader)
     return Event(position, at, kind, key, version, tenant, text)
 
 
 def task_of_row(row: Iterable[Any]) -> Task:
-    """Return the task. `row` has the columns of `reads.TASK`: the common fields, then those of holders."""
+    """Return the task that a row holds. `row` has the columns of `reads.TASK`: the common fields, then the
+    fields of holders."""
     values = list(row)
     for place in _REPEATED:
         values[place] = intern(values[place])
@@ -313,10 +316,12 @@ _COMMON = len(COMMON_FIELDS)
 _DEMAND = COMMON_FIELDS.index("demand")
 _places = {field.name: place for place, field in enumerate(fields(StoredTask))}
 _REPEATED = tuple(_places[name] for name in ("tenant", "name", "stream", "subject"))
-"""Places of the columns whose texts many tasks share. A queue keeps each text once (`bench restart`)."""
+"""The places of the columns whose texts many tasks share. Each text is kept in memory once (`bench
+restart`)."""
 _READ = tuple(
     (_places[field.name], read, field.default if isinstance(field.default, tuple) else None)
     for field in fields(StoredTask)
     if (read := columns_of(StoredTask)[field.name][0]) is not None
 )
-"""(place, reader, value that NULL stands for) of each column that is not the field itself."""
+"""The columns that do not hold the field itself: each with its place, the function that reads it, and the
+value that NULL stands for."""

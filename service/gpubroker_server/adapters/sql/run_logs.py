@@ -1,4 +1,5 @@
-"""Rows of the output of runs: the logs that are followed now, and the parts that are kept of each."""
+"""The rows of the logs of runs: the logs that gateways follow now, and the parts that are kept of each
+log."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +43,7 @@ put_parts = insert_into(run_log, known=OnConflict.REPLACE)
 
 @over(*_LOG, Column("begin", Count), Column("end_at", Count))
 def cut_logs(_insert: Any, r: FromClause) -> Any:
-    """Remove the parts that lie completely between two bytes."""
+    """Remove the parts that lie completely between the bytes `begin` and `end_at`."""
     same = [column == r.c[column.name] for column in _LOG]
     inside = (_c.first_byte >= r.c.begin) & (_c.first_byte + _c.size_bytes <= r.c.end_at)
     return delete(run_log).where(select(r.c.task).where(*same, inside).exists())
@@ -83,7 +84,7 @@ def _row(part: LogPart) -> tuple[Any, ...]:
 
 
 def _followed(connection: Connection) -> Sequence[FollowedLogs]:
-    found = [(gateway, from_json(value)) for gateway, value in connection.execute(_FOLLOWED)]
+    values = [(gateway, from_json(value)) for gateway, value in connection.execute(_FOLLOWED)]
     return [
         FollowedLogs(
             gateway,
@@ -93,13 +94,13 @@ def _followed(connection: Connection) -> Sequence[FollowedLogs]:
                 for task, fence, rank, stream, since in value["since"]
             },
         )
-        for gateway, value in found
+        for gateway, value in values
     ]
 
 
 def _parts(connection: Connection, log: LogName, after: int, most: int) -> Sequence[LogPart]:
-    found = connection.execute(PARTS, {**log._asdict(), "after": after, "most": most})
-    return [LogPart(log, *row[4:]) for row in found]
+    result = connection.execute(PARTS, {**log._asdict(), "after": after, "most": most})
+    return [LogPart(log, *row[4:]) for row in result]
 
 
 def _end(connection: Connection, log: LogName) -> tuple[int, Instant | None]:

@@ -1,4 +1,4 @@
-"""Rows of what was collected of the files of runs."""
+"""The rows of the output files that were collected from runs."""
 
 from collections.abc import Sequence
 

@@ -31,7 +31,7 @@ from gpubroker_server.ports.store import StoreUnavailable, Unstorable
 SETTING: Final = "database_url (or --database-url)"
 """Name of the setting in error messages."""
 READERS = 4
-"""Number of threads and of connections that read. A query takes one of each."""
+"""The number of threads that read, and of their connections. A query takes one thread and one connection."""
 CLOSED: Final = "the store is closed"
 T = TypeVar("T")
 
@@ -42,13 +42,14 @@ Found = Sequence[Sequence[Any]]
 """Rows that a statement returned."""
 
 Build = Callable[[Any, FromClause], Any]
-"""(the dialect's `insert`, the given rows as a table `r`) -> the statement."""
+"""Function that builds the statement from the dialect's `insert` and the table `r` of the given rows."""
 
 
 class Alike(NamedTuple):
     """Rows of one statement that differ only in their first columns.
 
-    Tasks of a batch are such rows. Made one by one they take 2.5 times the CPU (`bench batch`).
+    The tasks of a batch are such rows. To make their rows one by one takes 2.5 times the CPU time (`bench
+    batch`).
     """
 
     heads: Sequence[Row]
@@ -74,7 +75,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class SetStatement:
-    """One statement over any number of rows of the same columns.
+    """A statement that takes any number of rows with the same columns.
 
     Each step of a statement releases Python's interpreter lock, and each round trip wakes a thread, so a
     group commit has few statements however many rows it has. SQLite takes the rows as VALUES, PostgreSQL as
@@ -85,7 +86,8 @@ class SetStatement:
     columns: tuple[Column[Any], ...]
     build: Build
     exact: bool = False
-    """True if each row must be written. A row that is not was changed or inserted by somebody else."""
+    """True if each row must be written. A row that is not written was changed or inserted by another
+    process."""
     copied: str = ""
     """The table into which PostgreSQL may COPY many rows, because the statement only inserts."""
     names: tuple[str, ...] = field(init=False)
@@ -93,14 +95,14 @@ class SetStatement:
     """Places of the columns that hold bytes."""
 
     def __post_init__(self) -> None:
-        # Plain strings: SQLAlchemy's class for the names of a Table's columns is slow as a key.
+        # The names are plain strings: SQLAlchemy's class for names of a Table's columns is slow as a key.
         object.__setattr__(self, "names", tuple(str(c.name) for c in self.columns))
         places = (place for place, c in enumerate(self.columns) if isinstance(c.type, LargeBinary))
         object.__setattr__(self, "binary", tuple(places))
 
 
 def over(*columns: Column[Any], exact: bool = False) -> Callable[[Build], SetStatement]:
-    """Return a decorator that turns a function which builds SQL into a statement over rows of these
+    """Return a decorator that turns a function which builds SQL into a SetStatement that takes rows of these
     columns."""
 
     def make(build: Build) -> SetStatement:
@@ -118,16 +120,17 @@ def json_text(value: Any) -> str:
 
 
 POSTGRES: Any = postgresql.psycopg.dialect()  # type: ignore[no-untyped-call]  # it has no types
-"""The dialect in which SQL for PostgreSQL is written. Works without psycopg, which a service on SQLite may
+"""The dialect in which SQL for PostgreSQL is written. It works without psycopg, which a service on SQLite may
 lack."""
 
 
 @cache
 def postgres_text(statement: SetStatement) -> str:
-    """Return the SQL. Its one parameter `rows` is the JSON that `postgres_rows` makes."""
+    """Return the SQL of the statement. Its one parameter `rows` takes the JSON that `postgres_rows`
+    returns."""
     names: list[ColumnElement[Any]] = [column(c.name, c.type) for c in statement.columns]
-    given = func.json_to_recordset(bindparam("rows", type_=JSON()))
-    rows = given.table_valued(*names).render_derived(name="r", with_types=True)
+    records = func.json_to_recordset(bindparam("rows", type_=JSON()))
+    rows = records.table_valued(*names).render_derived(name="r", with_types=True)
     return str(statement.build(postgresql.insert, rows).compile(dialect=POSTGRES))
 
 
@@ -147,11 +150,12 @@ def _with_hex(row: Row, binary: Sequence[int]) -> Row:
 
 
 class DatabaseRefused(Exception):
-    """This database cannot be used. The text says why, and what to do."""
+    """Raised if a database cannot be used. The text says why, and what to do."""
 
 
 class GuardMissed(Exception):
-    """Fewer rows were written than the statement was given: others have changed or inserted some of them."""
+    """Raised if fewer rows were written than a statement was given, because other processes have changed or
+    inserted some of them."""
 
     def __init__(self, statement: SetStatement, given: int, written: int) -> None:
         super().__init__(f"{statement.name}: {written} of {given} rows written")
@@ -159,19 +163,21 @@ class GuardMissed(Exception):
 
 
 class ConstraintFailed(Exception):
-    """A constraint of a table refused a row."""
+    """Raised if a constraint of a table has refused a row."""
 
 
 class Collided(Exception):
-    """The database ended the transaction because of a deadlock or a conflict; a retry may succeed."""
+    """Raised if the database has ended the transaction because of a deadlock or a conflict. A retry may
+    succeed."""
 
 
 class ConnectionLost(Exception):
-    """The connection broke before COMMIT was sent: the database kept nothing of the transaction."""
+    """Raised if the connection broke before COMMIT was sent. The database kept nothing of the transaction."""
 
 
 class CommitUnknown(Exception):
-    """The connection broke after COMMIT was sent."""
+    """Raised if the connection broke after COMMIT was sent, so that it is unknown whether the commit
+    succeeded."""
 
     events: Sequence[Event] = ()
     """The events that are in the log if the commit succeeded."""
@@ -182,25 +188,26 @@ class CommitUnknown(Exception):
 class Session(Protocol):
     """The one writing connection of a process. Only the writer's thread uses it.
 
-    Errors of the driver become the exceptions above, StoreUnavailable or Unstorable. Other errors are
-    mistakes of ours and pass unchanged. After any error the transaction must be rolled back.
+    Errors of the driver are raised as the exceptions of this module, StoreUnavailable or Unstorable. Other
+    errors are bugs and pass unchanged. After any error the transaction must be rolled back.
     """
 
     server: str
-    """The server that this connection writes to, and its timeline. Another server or timeline may have lost
-    the last commits. Empty for a file, and if the server does not tell."""
+    """The identifier and the timeline of the server that this connection writes to. Another server or
+    timeline may lack the last commits. Empty for a file, and if the server does not tell."""
 
     def begin(self) -> None: ...
 
     def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
-        """Send rows. Errors may be raised only by `take_positions`, which waits for all answers."""
+        """Send rows. Errors of the statement may be raised as late as in `take_positions`, which waits for
+        all answers."""
 
     def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Found:
-        """Send rows and return the answer. Works inside a transaction and outside of one."""
+        """Send rows, and return the rows of the answer. Works inside a transaction and outside of one."""
 
     def fetch_later(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Found]:
-        """Send rows and return a function that returns the answer. After `take_positions` or `commit` the
-        function waits for nothing."""
+        """Send rows, and return a function that returns the rows of the answer. After `take_positions` or
+        `commit` the function does not wait."""
 
     def require_term(self, term: Term) -> None:
         """Lock the leader's row until the commit, and check that `term` is the newest and was taken on this
@@ -208,7 +215,7 @@ class Session(Protocol):
 
     def take_positions(self, events: int) -> tuple[Position, Instant]:
         """Lock the head of the log until the commit. Returns the first of `events` new positions, and the
-        database's time. Raises Outgrown if newer software has the database for itself."""
+        database's time. Raises Outgrown if only newer software may use the database."""
 
     def commit(self) -> None: ...
 
@@ -217,7 +224,7 @@ class Session(Protocol):
 
     def has_event(self, event: Event) -> bool:
         """Return True if exactly this event is in the log. Waits for a commit that is under way. The time of
-        an event tells it from the same decision of another leader."""
+        the event distinguishes it from an equal decision of another leader."""
 
     def now(self) -> Instant: ...
 
@@ -226,7 +233,7 @@ class Session(Protocol):
         database does not do so by itself."""
 
     def notify_resigned(self) -> None:
-        """Tell listening processes, with the commit, that there is no leader."""
+        """Notify listening processes, at the commit, that the leader has resigned."""
 
     def reconnect(self) -> None:
         """Connect again. Raises StoreUnavailable."""
@@ -239,7 +246,7 @@ class Session(Protocol):
 
 def run_on(threads: ThreadPoolExecutor, act: Callable[[], T]) -> asyncio.Future[T]:
     """Have one of the threads run `act`. Raises StoreUnavailable if the threads are shut down, which the
-    store's `close` does in a thread of its own at any time."""
+    store's `close` may do at any time in another thread."""
     try:
         return asyncio.get_running_loop().run_in_executor(threads, act)
     except RuntimeError as shut_down:
@@ -258,8 +265,8 @@ class Readers:
         return await run_on(self._threads, partial(self.query, query, *values))
 
     def query(self, query: Callable[..., T], *values: Any) -> T:
-        """Run the query, and once more if the connection turns out to be broken: one that lay in the pool may
-        have been closed by the server, and a read may be repeated. Raises StoreUnavailable, Unstorable."""
+        """Run the query, and repeat it once if the connection turns out to be broken: the server may have
+        closed a connection that lay in the pool. Raises StoreUnavailable, Unstorable."""
         for attempt in (1, 2):
             try:
                 with self._engine.connect() as connection:
@@ -286,7 +293,7 @@ class Noted(NamedTuple, Generic[T]):
 
 
 class SqlPart:
-    """A part of the store. It reads, and it may write in a transaction of its own."""
+    """A part of the store, which reads and may write in its own transactions."""
 
     _readers: Readers
 

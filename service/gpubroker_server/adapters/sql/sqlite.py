@@ -1,8 +1,8 @@
 """SQLite: one file, one process, one writing connection.
 
-WAL with synchronous=FULL: a commit is on disk when it returns. Many versions of SQLite can damage a database
-if connections write and checkpoint at the same time (docs/decisions/0014). With these, one connection does
-both, and a lock file keeps other processes out.
+The file uses WAL with synchronous=FULL: a commit is on disk when it returns. Many versions of SQLite can
+damage a database if connections write and checkpoint at the same time (docs/decisions/0014). Therefore one
+connection does both, and a lock file keeps other processes out.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import Clock, StaleTerm, StoreExhausted, StoreUnavailable, Unstorable
 
 APPLICATION_ID = 0x67706272
-"""`gpbr` in the file's header: this is a gpubroker database."""
+"""The id in the header of a gpubroker database: `gpbr` in ASCII."""
 
 _OLDEST = (3, 38, 0)
 _TAKE_HEAD = "UPDATE log_head SET position = position + ? WHERE id = 1 RETURNING position, compatible_from"
@@ -45,22 +45,22 @@ _BUSY_MS = 5000
 _MAGIC = b"SQLite format 3\0"
 _DIALECT: Any = sqlite.dialect(paramstyle="qmark")
 _LENGTHS = (1000, 64, 16, 4, 1)
-"""Numbers of rows per statement. SQLite prepares each length separately, so there are few. It takes 32,766
-values in a statement: a thousand rows of 32 columns."""
+"""The numbers of rows that a statement may have. There are few, because SQLite prepares a statement for each.
+SQLite takes 32,766 values in a statement: a thousand rows of 32 columns."""
 
 
 def sqlite_chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Yield the rows in pieces of the lengths above."""
-    start, left = 0, len(rows)
-    while left:
-        length = next(length for length in _LENGTHS if length <= left)
+    """Yield the rows in pieces whose lengths are in `_LENGTHS`."""
+    start, rows_left = 0, len(rows)
+    while rows_left:
+        length = next(length for length in _LENGTHS if length <= rows_left)
         yield rows[start : start + length]
-        start, left = start + length, left - length
+        start, rows_left = start + length, rows_left - length
 
 
 @cache
 def sqlite_text(statement: SetStatement, length: int) -> str:
-    """Return the SQL with question marks for `length` rows."""
+    """Return the SQL of the statement, with question marks for `length` rows."""
     names = [column(c.name, c.type) for c in statement.columns]
     marks = tuple(bindparam(f"{c.name}.value", type_=c.type) for c in statement.columns)
     rows = values_list(*names, name="r").data([marks]).cte("r")
@@ -71,7 +71,8 @@ def sqlite_text(statement: SetStatement, length: int) -> str:
 
 @cache
 def _alike_text(statement: SetStatement, length: int, width: int) -> str:
-    """Return the SQL with question marks for one tail, and then for `length` heads of `width` columns."""
+    """Return the SQL of the statement, with question marks for the tail of an `Alike`, and then for `length`
+    heads of `width` columns."""
     text, many = sqlite_text(statement, 1), len(statement.columns)
     one_row = f"VALUES ({', '.join('?' * many)})"
     heads = ", ".join([f"({', '.join('?' * width)})"] * length)
@@ -82,8 +83,8 @@ def _alike_text(statement: SetStatement, length: int, width: int) -> str:
 
 
 class SqliteFile:
-    """The file, and the lock that keeps other processes out. Raises DatabaseRefused for a file that is not
-    ours. `clock` gives the database's time and is by default this machine's wall clock."""
+    """The file, and the lock that keeps other processes out. Raises DatabaseRefused for a file that is no
+    gpubroker database. `clock` gives the database's time and is by default this machine's wall clock."""
 
     def __init__(self, path: Path, clock: Clock | None = None) -> None:
         if sqlite3.sqlite_version_info < _OLDEST:
@@ -103,7 +104,7 @@ class SqliteFile:
 
     def writer(self) -> sqlite3.Connection:
         """Open the connection that writes and checkpoints, and create the file if there is none. Close the
-        connection before you ask for the next."""
+        connection before you open the next."""
         if self._writer is not None and _is_open(self._writer):
             raise RuntimeError(f"{self.path} already has a writing connection, and may have only one")
         self._writer = self._new_writer()
@@ -114,7 +115,7 @@ class SqliteFile:
             if not self.path.exists():
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
             connection = _connect(self.path, "rw", self._now)
-            # Written before WAL is on, so that the id is in the file's header and not only in the log.
+            # The id is written before WAL is on, so that it is in the file's header and not only in the log.
             if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             [(mode,)] = connection.execute("PRAGMA journal_mode = WAL").fetchall()
@@ -138,7 +139,7 @@ class SqliteFile:
 
 
 def connect_beside(path: Path) -> sqlite3.Connection:
-    """Open a file to read that another process may have open. Raises DatabaseRefused."""
+    """Open a file for reading, even while another process has it open. Raises DatabaseRefused."""
     _check_header(path)
     with _refusing(path):
         return _connect(path, "ro", time.time)
@@ -162,7 +163,8 @@ def _is_open(connection: sqlite3.Connection) -> bool:
 
 
 def _lock(path: Path) -> int:
-    """Lock `<file>.lock` until the returned handle is closed. The text of the file is our process id."""
+    """Lock `<file>.lock` until the returned handle is closed. The lock file contains the id of this
+    process."""
     with _refusing(path):
         handle = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -183,7 +185,8 @@ def _check_header(path: Path) -> None:
     with _refusing(path):
         header = b""
         if path.exists():
-            # Opened for writing too: SQLite itself opens a read-only file and fails only at the first commit.
+            # The file is opened for writing, too: SQLite would open a read-only file, and fail only at the
+            # first commit.
             with path.open("r+b") as file:
                 header = file.read(100)
     if not header:
@@ -191,9 +194,9 @@ def _check_header(path: Path) -> None:
     is_sqlite = header.startswith(_MAGIC)
     # SQLite's file format has the application id at byte 68, in big-endian order.
     if not is_sqlite or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
-        what = "the SQLite database of another program" if is_sqlite else "not a SQLite database"
+        kind = "the SQLite database of another program" if is_sqlite else "not a SQLite database"
         raise DatabaseRefused(
-            f"{path} is not a gpubroker database, it is {what}; "
+            f"{path} is not a gpubroker database, it is {kind}; "
             "name another file with database_url (or --database-url), or move it away"
         )
 
@@ -242,14 +245,14 @@ class SqliteSession:
             raise GuardMissed(statement, len(rows), written)
 
     def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Found:
-        found: list[Sequence[Any]] = []
+        rows_found: list[Sequence[Any]] = []
         for chunk in sqlite_chunks(rows):
-            found += self._execute(sqlite_text(statement, len(chunk)), list(chain.from_iterable(chunk)))
-        return found
+            rows_found += self._execute(sqlite_text(statement, len(chunk)), list(chain.from_iterable(chunk)))
+        return rows_found
 
     def fetch_later(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Found]:
-        found = self.fetch(statement, rows)
-        return lambda: found
+        rows_found = self.fetch(statement, rows)
+        return lambda: rows_found
 
     def require_term(self, term: Term) -> None:
         # BEGIN IMMEDIATE took the file's only write lock, so the term cannot change before the commit.
@@ -271,21 +274,23 @@ class SqliteSession:
                 self._connection.rollback()
 
     def has_event(self, event: Event) -> bool:
-        found = self._execute("SELECT kind, key, version, at FROM event WHERE position = ?", [event.position])
-        return found == [(event.kind, event.key, event.version, event.at)]
+        rows_found = self._execute(
+            "SELECT kind, key, version, at FROM event WHERE position = ?", [event.position]
+        )
+        return rows_found == [(event.kind, event.key, event.version, event.at)]
 
     def now(self) -> Instant:
         return self._clock.now()
 
     def end_stuck_sessions(self) -> None:
-        """Do nothing: no other process has the file."""
+        """Do nothing: no other process has the file open."""
 
     def notify_resigned(self) -> None:
         """Do nothing: no other process listens."""
 
     def end_terms(self) -> None:
-        """End the lease of the last leader, for which nobody need wait: this process holds the lock on the
-        file, so that leader has ended."""
+        """End the lease of the last leader. This process holds the lock on the file, so the last leader has
+        ended and no process need wait for its lease."""
         self._execute("UPDATE leadership SET lease_until = 0 WHERE lease_until > 0")
 
     def reconnect(self) -> None:

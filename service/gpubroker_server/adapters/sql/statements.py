@@ -1,4 +1,4 @@
-"""The statements of a group commit. Guards are part of the statement itself."""
+"""The statements of a group commit. A guard, which makes a stale write fail, is part of the statement."""
 
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
@@ -48,9 +48,9 @@ class OnConflict(Enum):
 
 
 def insert_given(insert: Any, table: Table, r: FromClause, names: Sequence[str] | None = None) -> Any:
-    """Return the INSERT of the rows `r` into the table."""
+    """Return the INSERT of the rows of `r` into the table."""
     names = names or [column.name for column in table.c]
-    # Without a WHERE, SQLite reads the ON of a following ON CONFLICT as that of a join.
+    # Without a WHERE, SQLite reads the ON of a following ON CONFLICT as the ON of a join.
     return insert(table).from_select(names, select(*(r.c[name] for name in names)).where(true()))
 
 
@@ -76,9 +76,9 @@ def insert_into(
 
 
 class SameKey(FunctionElement[Any]):
-    """The condition that a column of a key has this value. PostgreSQL gets it in a form that gives rows no
-    order: otherwise, for a table that was empty when its statistics were taken, the planner would walk
-    through the whole index and compare each row with each given one."""
+    """The condition that a column of a key has the given value. PostgreSQL gets the condition in a form that
+    gives rows no order: otherwise, for a table that was empty when its statistics were taken, the planner
+    would walk through the whole index and compare each row with each given one."""
 
     inherit_cache = True
 
@@ -95,8 +95,8 @@ def _equal_without_order(same: SameKey, compiler: SQLCompiler, **given: Any) -> 
 
 
 def _update_guarded(table: Table, names: Sequence[str]) -> SetStatement:
-    """Write rows of version n over rows of version n - 1. `names`: the key, the version and the columns that
-    change."""
+    """Return the statement that writes rows of version n over rows of version n - 1. `names` are the key, the
+    version and the columns that change."""
     key = list(table.primary_key.columns)
 
     def build(_insert: Any, r: FromClause) -> Any:
@@ -108,7 +108,7 @@ def _update_guarded(table: Table, names: Sequence[str]) -> SetStatement:
 
 
 def delete_rows(table: Table, names: Sequence[str], *, exact: bool = False) -> SetStatement:
-    """Delete the rows that have the given values in these columns."""
+    """Return the statement that deletes the rows with the given values in these columns."""
     columns = columns_of(table, names)
 
     def build(_insert: Any, r: FromClause) -> Any:
@@ -120,10 +120,10 @@ def delete_rows(table: Table, names: Sequence[str], *, exact: bool = False) -> S
 
 def begins_from(first: ColumnElement[int], at: Any, *whose: ColumnElement[bool]) -> ColumnElement[bool]:
     """Return the condition that a range is the last one that begins at `at` or before, or a later one.
-    `first`: the column with the beginning of a range. `whose`: the conditions that choose the ranges of one
-    owner. No two of them overlap, so no earlier range reaches `at`.
+    `first` is the column with the beginning of a range. `whose` are the conditions that choose the ranges of
+    one owner. No two ranges of one owner overlap, so no earlier range reaches `at`.
 
-    A condition on the ends of the ranges chooses the same rows, but no index leads to it: each page would
+    A condition on the ends of the ranges would choose the same rows, but without an index: each page would
     read all ranges before it.
     """
     last = select(func.max(first)).where(*whose, first <= at).correlate(None).scalar_subquery()
@@ -136,7 +136,7 @@ _LATER = frozenset({
     "started_at", "checkpoint_at", "finished_at", "stop_reason", "stop_deadline_at", "stop_cause",
     "freeing_for", "members",
 })  # fmt: skip
-"""Fields that have their defaults in a new task. The columns have the same defaults, so no insert names
+"""Fields that have their defaults in a new task. Their columns have equal defaults, so no insert names
 them."""
 _TASK_HEAD, _SPEC_HEAD = ("id", "queued_bytes"), ("task", "arguments", "arguments_digest", "tenant")
 TASK_IN = (
@@ -153,8 +153,8 @@ TASK_MOVED = (
     "model", "members", "home", "finished", "ended_as",
 )  # fmt: skip
 EVENT_IN = ("position", "key", "task", "fields", "kind", "version", "tenant", "reader", "at")
-"""TASK_IN, SPEC_IN and EVENT_IN begin with the columns that differ among the tasks of a batch: these are the
-heads of `Alike`."""
+"""TASK_IN, SPEC_IN and EVENT_IN begin with the columns that differ among the tasks of a batch, which are the
+heads of an `Alike`."""
 LEASE_KEY = ("holder_kind", "holder", "fence", "rank", "device")
 LEASE_IN = (*(c.name for c in tables.lease.c if c.name != "released"), "released")
 LEASE_MOVED = (*LEASE_KEY, "version", "state", "overused_mb", "quarantined_at", "released")
@@ -193,7 +193,7 @@ INSERT_AUDIT = insert_into(
 
 @over(*INSERT_AUDIT.columns)
 def noted(_insert: Any, r: FromClause) -> Any:
-    """Find the notes of the audit log that are the same as a given one."""
+    """Find the rows of the audit log that equal a given one."""
     audit = system_tables.audit
     same = (column == r.c[column.name] for column in INSERT_AUDIT.columns)
     return select(audit.c.id).select_from(r.join(audit, and_(*same)))
@@ -229,8 +229,8 @@ IN_ORDER = (
     WRITE_WORKER_SETS, END_WORKER_SETS, WRITE_STREAMS, REMOVE_STREAMS, FORGET_ESTIMATES, WRITE_ESTIMATES,
     count_finished, INSERT_AUDIT,
 )  # fmt: skip
-"""Order of the statements of a group. Devices come before the leases that count on them, and ends of pledges
-before new pledges of the same key."""
+"""The order of the statements of a group. Devices come before the leases that use their memory, and ends of
+pledges before new pledges of the same key."""
 
 
 @over(tables.task.c.tenant, tables.task.c.idem_key)
@@ -261,8 +261,9 @@ def usage_of(_insert: Any, r: FromClause) -> Any:
 
 @over(system_tables.log_head.c.id, Column("after", Count), Column("last", Count))
 def tail(_insert: Any, r: FromClause) -> Any:
-    """Return the head of the log, the number of changes of tokens, the oldest schema that may write and the
-    lineage, with each event between two positions; one row without an event if there is none.
+    """Return a row for each event after the position `after` up to `last`, or one row without an event if
+    there is none. Each row begins with the head of the log, the number of changes of tokens, the oldest
+    schema that may write, and the lineage.
 
     The positions are scalar subqueries. PostgreSQL estimates that `r` has a hundred rows: if the log were
     joined with it, the planner would read the whole log along its key.
@@ -297,7 +298,7 @@ def count_token_change(_insert: Any, r: FromClause) -> Any:
 @over(*columns_of(system_tables.installation, ("id", "blobs")), Column("seen", Text))
 def claim_blobs(_insert: Any, r: FromClause) -> Any:
     """Set the directory of objects if the present one is `seen` (empty for none). Returns the directory that
-    is set then."""
+    is set after that."""
     row = system_tables.installation
     claimed = case((func.coalesce(row.c.blobs, _EMPTY) == r.c.seen, r.c.blobs), else_=row.c.blobs)
     return update(row).values(blobs=claimed).where(row.c.id == r.c.id).returning(row.c.blobs)

@@ -1,4 +1,4 @@
-"""The TaskStore on SQLite and PostgreSQL: one thread that writes, and a few that read."""
+"""The TaskStore on SQLite and PostgreSQL, with one thread that writes and a few that read."""
 
 import asyncio
 from asyncio import get_running_loop
@@ -52,18 +52,18 @@ __all__ = ["DatabaseRefused", "SqlStore", "begin_lineage", "migrate", "open_stor
 T = TypeVar("T")
 
 EVENTS_PER_TURN = 500
-"""Most events that one turn of the event loop delivers. Listeners block it for some milliseconds to apply
-them."""
+"""The most events that one turn of the event loop delivers. Listeners block the loop for some milliseconds to
+apply them."""
 RECENT_BYTES = 32 * 2**20
-"""Most memory that RecentTasks uses."""
+"""The most memory that RecentTasks uses, in bytes."""
 _ENTRY_BYTES = 2048
-"""Memory of an entry without its arguments and its result."""
+"""The memory of an entry without its arguments and its result, in bytes."""
 
 
 async def open_store(
     url: str, *, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS, **options: Any
 ) -> "SqlStore":
-    """Open `sqlite:///path` or `postgresql://...`, and bring its schema to the newest first.
+    """Open the database at `sqlite:///path` or `postgresql://...`, after bringing its schema to the newest.
 
     A SQLite file is locked until `close`. On PostgreSQL any number of processes may open one database; one of
     them migrates at a time. The options are those of `open_database`. Raises DatabaseRefused.
@@ -86,16 +86,17 @@ class _Entry:
 
 
 class RecentTasks:
-    """The specs and the ends of recently submitted tasks. A start and a waiting client need them moments
-    after they were written, and reading them back takes 0.6 ms of CPU per task (`bench run`). The oldest
-    entries are dropped first."""
+    """The specs and the ends of recently submitted tasks. The start of a task and a waiting client need them
+    moments after they were written, and reading them back takes 0.6 ms of CPU time per task (`bench run`).
+    The oldest entries are dropped first."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[TaskId, _Entry] = OrderedDict()
         self._size_bytes = 0
 
     def note_submission(self, submission: AdmittedTask) -> None:
-        """Keep the spec of a submission. Call this before the write: the start may come before the answer."""
+        """Keep the spec of a submission. Called before the write, because the task may start before the write
+        is answered."""
         spec = submission.spec
         entry = _Entry(spec, _ENTRY_BYTES + len(spec.arguments))
         if self._entries.setdefault(submission.task.id, entry) is entry:
@@ -107,7 +108,7 @@ class RecentTasks:
             self._size_bytes -= entry.size_bytes
 
     def note_ends(self, units: Sequence[Unit]) -> None:
-        """Note the outcomes of committed decisions; other ends are read from the database."""
+        """Keep the outcomes of committed decisions. Ends without an outcome are read from the database."""
         for unit in units:
             if isinstance(unit, Change) and unit.answer is CommitVerdict.COMMITTED:
                 outcome = unit.decision.outcome
@@ -153,8 +154,8 @@ def _fields(failure: Failure | None) -> Mapping[str, Any] | None:
 class SqlStore(
     SqlReads, SqlLastValues, SqlObjects, SqlItemPages, SqlRunLogs, SqlRunOutputs, SqlIdleTemplates
 ):
-    """Writes go to the writer's thread and are answered after their commit; reads take the thread of a
-    reader."""
+    """Implements the port `TaskStore`. Writes go to the writer's thread and are answered after their commit;
+    reads use the threads of the readers."""
 
     def __init__(
         self,
@@ -183,7 +184,8 @@ class SqlStore(
         connect = database.connect_term
         self._terms = None if connect is None else terms.TermConnection(connect)
         self._undelivered: deque[tuple[Sequence[Event], Sequence[Work]]] = deque()
-        """Committed events that are not delivered to listeners yet, with the works to answer after them."""
+        """Committed events that are not delivered to listeners yet, with the works that are answered after
+        them."""
         heard, lineage = self._readers.query(reads.head), self._readers.query(reads.lineage)
         self._writer = writer(database.session, heard, lineage, self._deliver, usage_half_life_seconds)
         self._writer.start()
@@ -193,19 +195,19 @@ class SqlStore(
 
     @property
     def is_shared(self) -> bool:
-        """Return True if other processes may write to the same database."""
+        """True if other processes may write to the database."""
         return self._database.is_shared
 
     @property
     def gives_hints(self) -> bool:
-        """Return True if processes notify each other: then run `keep_hints`."""
+        """True if processes notify each other, so that `keep_hints` must run."""
         return self._hints is not None
 
     async def catch_up(self) -> bool:
         """Deliver to the listeners the events that other processes have appended. Returns True if more
         follow.
 
-        Raises LogShortened if some of them have been pruned, LineageChanged, and StoreUnavailable.
+        Raises LogShortened if some of these events have been pruned, LineageChanged, and StoreUnavailable.
         """
         work = CatchUp(get_running_loop())
         self._hand_over(work)
@@ -216,14 +218,14 @@ class SqlStore(
         return bool(more)
 
     async def go_on_at(self, position: Position, lineage: Lineage) -> None:
-        """Continue after this position; listeners know the rest from a snapshot."""
+        """Continue after this position. Listeners know everything up to it from a snapshot."""
         self._recent = RecentTasks()  # A database that was restored may lack some of these tasks.
         work = BeginAt(get_running_loop(), position, lineage)
         self._hand_over(work)
         await work.future
 
     async def keep_hints(self, on_hint: Callable[[], None]) -> None:
-        """Notify other processes of commits and hear theirs, until cancelled."""
+        """Notify other processes of commits, and receive their notifications, until cancelled."""
         if self._hints is not None:
             await self._hints.keep(on_hint, self.resigned.set)
 
@@ -293,7 +295,7 @@ class SqlStore(
 
     async def claim_blobs(self, directory: str, *, instead_of: str) -> str:
         """Set the name of the directory of objects if the present one is `instead_of` (empty for none).
-        Returns the name that is set then."""
+        Returns the name that is set after that."""
 
         def act(session: Session) -> str:
             [(first,)] = session.fetch(sql.claim_blobs, [(1, directory, instead_of)])
@@ -317,15 +319,15 @@ class SqlStore(
         return self._recent.record(task) or await self.stored_record(task)
 
     async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
-        known = {task: spec for task in tasks if (spec := self._recent.spec(task)) is not None}
-        missing = [task for task in tasks if task not in known]
-        return {**known, **await self.stored_specs(missing)} if missing else known
+        recent = {task: spec for task in tasks if (spec := self._recent.spec(task)) is not None}
+        missing = [task for task in tasks if task not in recent]
+        return {**recent, **await self.stored_specs(missing)} if missing else recent
 
     async def result(self, task: TaskId) -> StoredResult | None:
         return self._recent.result(task) or await self.stored_result(task)
 
     async def close(self) -> None:
-        """Write what is waiting, then release the database."""
+        """Write everything that is waiting, then release the database."""
         self._wake_writer()
         await asyncio.to_thread(self._close)
 
@@ -353,7 +355,7 @@ class SqlStore(
         return await work.future
 
     def _hand_over(self, work: Work) -> None:
-        """Wake the writer once for all that one turn of the event loop asks for."""
+        """Queue the work. The writer is woken once for all works of one turn of the event loop."""
         self._check_listeners()
         if not self._of_this_turn:
             get_running_loop().call_soon(self._wake_writer)
@@ -374,28 +376,28 @@ class SqlStore(
                 work.refuse(closed)
 
     def _deliver(self, events: Sequence[Event], works: Sequence[Work]) -> None:
-        # Noted before listeners hear of the ends: a client that waits for one asks for its result at once.
+        # The ends are noted before listeners hear of them: a waiting client asks for the result at once.
         for work in works:
             self._recent.note_ends(work.units)
         if self._hints is not None and any(not isinstance(work, CatchUp) for work in works):
             self._hints.send()
         self._undelivered.append((events, works))
-        # If others wait already, a later turn delivers them first: listeners get the events in order.
+        # If events wait already, a later turn delivers those first: listeners get all events in order.
         if len(self._undelivered) == 1:
             self._deliver_more()
 
     def _deliver_more(self) -> None:
         """Deliver events in pieces and in order, so that many events do not block the event loop."""
-        left = EVENTS_PER_TURN
-        while self._undelivered and left > 0:
+        events_left = EVENTS_PER_TURN
+        while self._undelivered and events_left > 0:
             events, works = self._undelivered[0]
-            self._hand_out(events[:left])
-            if len(events) > left:
-                self._undelivered[0] = (events[left:], works)
+            self._hand_out(events[:events_left])
+            if len(events) > events_left:
+                self._undelivered[0] = (events[events_left:], works)
             else:
                 self._undelivered.popleft()
                 self._finish(works)
-            left -= len(events)
+            events_left -= len(events)
         if self._undelivered:
             get_running_loop().call_soon(self._deliver_more)
 

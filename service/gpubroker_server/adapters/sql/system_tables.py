@@ -1,5 +1,5 @@
-"""Columns and constraints that all tables use, the tables about the installation itself, and the checks that
-this software can read the database's schema and events."""
+"""The types and constraints that all tables use, the tables about the installation itself, and the checks
+that this software can read the database's schema and events."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -24,16 +24,16 @@ from sqlalchemy.sql.functions import FunctionElement
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
 SCHEMA = 21
-"""Number of the newest migration that this software knows."""
+"""The number of the newest migration that this software knows."""
 
 READER = 4
-"""The newest form of events that this software can read. A release that writes a new form gives those events
-a higher number; events that older software understands keep theirs."""
+"""The newest form of events that this software can read. A release that writes events of a new form gives
+them a higher number; events that older software understands keep their number."""
 
 
 def check_schema(compatible_from: int) -> None:
-    """Check that this software may use the database. `compatible_from`: software that knows an older schema
-    must not use it. Raises Outgrown."""
+    """Check that this software may use the database. `compatible_from` is the oldest schema whose software
+    may use the database. Raises Outgrown."""
     if compatible_from > SCHEMA:
         raise Outgrown(
             f"the database needs software of schema {compatible_from} or newer, and this software knows "
@@ -42,14 +42,14 @@ def check_schema(compatible_from: int) -> None:
 
 
 def is_another_server(taken_on: str, server: str) -> bool:
-    """Return True if `server`, on which a term is continued, is not the server on which it was taken. A
-    database server that does not tell its name never counts as another one."""
+    """Return True if `server`, on which a term is continued, is not the server on which the term was taken. A
+    database server that does not tell its identifier never counts as another one."""
     return bool(taken_on and server) and taken_on != server
 
 
 def check_reader(reader: int) -> None:
-    """Check that this software reads the form of an event. Raises LogOutgrown: without the event the process
-    would have a wrong picture."""
+    """Check that this software can read the form of an event. Raises LogOutgrown, because without the event
+    the World of this process would be wrong."""
     if reader > READER:
         raise LogOutgrown(
             f"the log has events of form {reader}, and this software reads forms up to {READER}; "
@@ -90,18 +90,18 @@ def one_of(column: str, values: Iterable[str]) -> CheckConstraint:
 
 
 def where(sqlite: str, postgresql: str = "") -> dict[str, Any]:
-    """Return the options that give a partial index its condition. Each database uses the index only for a
-    query whose condition reads like it."""
+    """Return the options that give a partial index its condition. A database uses the index only for queries
+    with the same condition."""
     return {"sqlite_where": text(sqlite), "postgresql_where": text(postgresql or sqlite)}
 
 
 SQLITE_NOW = "gpubroker_now"
-"""The name of an SQL function that our connections to SQLite define, because SQLite's own clock has only
+"""The name of an SQL function that all connections to SQLite define, because SQLite's own clock has only
 milliseconds."""
 
 
 class now(FunctionElement[float]):  # noqa: N801  # it is called, as `sqlalchemy.func.now` is
-    """An SQL expression: the time of the database's clock when it runs the statement."""
+    """The SQL expression for the time of the database's clock when it runs the statement."""
 
     type = Double()
     inherit_cache = True
@@ -125,9 +125,10 @@ class MoveStage(StrEnum):
     """
 
     LEAVING = "leaving"
-    """The move has begun. This old database is served as before; the data in the new one do not count."""
+    """The move has begun. This old database is served as before, and the data in the new database does not
+    count."""
     COMING = "coming"
-    """All data is in this new database, but the old one may still be served, so this one must not be."""
+    """All data is in this new database. It must not be served, because the old one may still be served."""
     GONE = "gone"
     """The new database has all data; this old one must never be served again."""
     HERE = "here"
@@ -143,7 +144,7 @@ log_head = Table(
     CheckConstraint("id = 1", name="one_row"),
     **HOT,
 )
-"""The row of the log's newest position. Every transaction that writes locks this row, so the row also says
+"""The row with the log's newest position. Every transaction that writes locks this row, so the row also says
 which software may write: software that knows the schema `compatible_from` or a newer one."""
 
 leadership = Table(
@@ -159,8 +160,8 @@ leadership = Table(
     CheckConstraint("id = 1", name="one_row"),
     **HOT,
 )
-"""The leader's row. `server`: the database server on which the term was taken, as in `Session.server`; empty
-if the database is a file."""
+"""The leader's row. `server` is the database server on which the term was taken, as in `Session.server`;
+empty if the database is a file."""
 
 installation = Table(
     "installation",
@@ -171,8 +172,8 @@ installation = Table(
     CheckConstraint("id = 1", name="one_row"),
     **HOT,
 )
-"""`blobs`: the directory of objects that belongs to this database. `token_changes` tells processes that hold
-tokens in memory when to read them again."""
+"""The row of the installation. `blobs` is the directory of objects that belongs to this database.
+`token_changes` tells processes that hold tokens in memory when to read them again."""
 
 last_value = Table(
     "last_value",
@@ -184,9 +185,9 @@ last_value = Table(
     PrimaryKeyConstraint("kind", "key"),
     **HOT,
 )
-"""What the leader and the gateways publish outside the event log: of each kind and key, the newest value.
-`value` is JSON; `revision` rises with each write and each term, so an older leader cannot overwrite the value
-of a newer one."""
+"""The newest values that the leader and the gateways publish outside the event log, by kind and key. `value`
+is JSON; `revision` rises with each write and each term, so an older leader cannot overwrite the value of a
+newer one."""
 
 token = Table(
     "token",
@@ -214,8 +215,8 @@ idle_template = Table(
     Column("made_by", Text, nullable=False),
     Column("made_at", Double, nullable=False),
 )
-"""Templates of tasks for idle GPUs. `task`: the body with which their tasks are submitted, as JSON; `token`:
-the `sha256` of the token that made the template."""
+"""Templates of tasks for idle GPUs. `task` is the request body of their tasks as JSON; `token` is the
+`sha256` of the token that made the template."""
 
 audit = Table(
     "audit",
@@ -228,7 +229,7 @@ audit = Table(
     Column("subject", Text, nullable=False),
     Column("reason", Text, nullable=False),
 )
-"""The audit log. Each row is written in the transaction of the change that it records. `reason`: the words
+"""The audit log. Each row is written in the transaction of the change that it records. `reason` is the reason
 that the operator gave."""
 
 work_stream = Table(
@@ -255,8 +256,8 @@ relocation = Table(
     CheckConstraint("id = 1", name="one_row"),
     one_of("stage", MoveStage),
 )
-"""A move of all data from or to another database (`move_data`). Without a move there is no row. `other`: a
-name of the other database that people recognize."""
+"""The move of all data from or to another database (`move_data`). Without a move there is no row. `other` is
+a name of the other database that people recognize."""
 
 worker_set = Table(
     "worker_set",

@@ -83,8 +83,8 @@ task = Table(
     ),
     **HOT,
 )
-"""The half of a task that changes. Indexes hold `ended_as` and not `state`: no indexed column changes before
-the end, so PostgreSQL keeps every update but the last on its page."""
+"""The part of a task that changes. Indexes contain `ended_as` and not `state`, so that no indexed column
+changes before the end and PostgreSQL keeps every update but the last on its page."""
 
 Index("ix_task_tenant_idem_key", task.c.tenant, task.c.idem_key, unique=True, **where("idem_key IS NOT NULL"))
 Index("ix_task_tenant_id", task.c.tenant, task.c.id)
@@ -98,7 +98,7 @@ Index(
     unique=True,
     **where("home IS NOT NULL AND finished = 0", "home IS NOT NULL AND NOT finished"),
 )
-"""A model of a server has one holder at a time."""
+"""This index makes sure that a model of a server has one holder at a time."""
 Index("ix_task_external", task.c.tenant, task.c.id, **where("external IS NOT NULL"))
 
 task_spec = Table(
@@ -122,7 +122,7 @@ task_spec = Table(
     Column("upload", Text, nullable=False, server_default=text("''")),
     Column("outputs", Text, nullable=False, server_default=text("'[]'")),
 )
-"""The half of a task that never changes. `command`, `env`, `labels`, `sizing`, `objects` and `outputs` are
+"""The part of a task that never changes. `command`, `env`, `labels`, `sizing`, `objects` and `outputs` are
 JSON."""
 
 Index("ix_task_spec_arguments_digest", task_spec.c.arguments_digest, **where("arguments_digest IS NOT NULL"))
@@ -137,7 +137,7 @@ task_label = Table(
     PrimaryKeyConstraint("tenant", "key", "value", "task"),
     sqlite_with_rowid=False,
 )
-"""The labels of `task_spec` once more, ordered for searches."""
+"""The labels of `task_spec`, stored once more for searches."""
 
 batch = Table(
     "batch",
@@ -146,7 +146,8 @@ batch = Table(
     Column("tenant", Text, nullable=False),
     Column("answer", Text, nullable=False),
 )
-"""The answer to a batch with an idempotency key. `task`: the first task of the batch, which has the key."""
+"""The answers to batches with an idempotency key. `task` is the first task of the batch, which has the
+key."""
 
 outcome = Table(
     "outcome",
@@ -163,7 +164,7 @@ outcome = Table(
     Column("log_tail", LargeBinary, nullable=False),
     PrimaryKeyConstraint("task", "fence"),
 )
-"""The end of each run. The end with the highest fence is the task's."""
+"""The end of each run. The end with the highest fence is the end of the task."""
 
 Index("ix_outcome_result_digest", outcome.c.result_digest, **where("result_digest IS NOT NULL"))
 
@@ -200,7 +201,8 @@ item_page = Table(
     Index("ix_item_page_counts", "array", "page", "count", "failed", "at", "size_bytes"),
     Index("ix_item_page_digest", "digest", **where("digest IS NOT NULL")),
 )
-"""Results of consecutive items of an array, from the item `first` on. `lines`: a line of JSON per item."""
+"""The results of consecutive items of an array, from the item `first` on. `lines` has a line of JSON per
+item."""
 
 lease = Table(
     "lease",
@@ -267,8 +269,8 @@ device = Table(
     CheckConstraint("leased_mb >= 0 AND leased_mb <= physical_mb", name="leased_mb"),
     **HOT,
 )
-"""`leased_mb` is the sum of its unreleased leases, kept by the transactions that change them. Its CHECK
-catches mistakes of the ledger; a correct plan never meets it."""
+"""The devices. `leased_mb` is the sum of the device's unreleased leases in MiB, kept by the transactions that
+change the leases. Its CHECK catches mistakes of the ledger; a correct plan never violates it."""
 
 node = Table(
     "node",
@@ -318,7 +320,8 @@ event = Table(
     Column("fields", Text, nullable=False),
     Column("reader", Integer, nullable=False),
 )
-"""The log. `reader`: the form of the event. Software that cannot read it must not read past the event."""
+"""The event log. `reader` is the form of the event. Software that cannot read this form must not read past
+the event."""
 
 Index("ix_event_task_position", event.c.task, event.c.position, **where("task IS NOT NULL"))
 
@@ -331,7 +334,7 @@ finished = Table(
     PrimaryKeyConstraint("tenant", "state"),
     **HOT,
 )
-"""Number of each tenant's tasks that ever ended in each state, also of those that were pruned."""
+"""The number of each tenant's tasks that ever ended in each state, including tasks that were pruned."""
 
 estimate = Table(
     "estimate",
@@ -346,7 +349,7 @@ estimate = Table(
     one_of("what", What),
     **HOT,
 )
-"""Sketches of what past runs used. `counts` is a sketch as JSON."""
+"""Sketches of the resources that past runs used. `counts` is a sketch as JSON."""
 
 usage = Table(
     "usage",
@@ -400,8 +403,8 @@ run_log = Table(
     PrimaryKeyConstraint("task", "fence", "rank", "stream", "first_byte"),
     Index("ix_run_log_digest", "digest", **where("digest IS NOT NULL")),
 )
-"""Parts of what runs printed, each with its bytes or with the digest of the object that has them. An empty
-part says that there was no more at that time."""
+"""Parts of the logs of runs, each with its bytes or with the digest of the object that has them. An empty
+part says that the log had no more bytes at that time."""
 
 run_output = Table(
     "run_output",
@@ -416,10 +419,11 @@ run_output = Table(
     Column("message", Text, nullable=False),
     PrimaryKeyConstraint("task", "fence", "rank"),
 )
-"""What was collected of the files of runs: the object that has them, or why there is none."""
+"""The output files that were collected from runs: the digest of the object that has them, or the reason why
+there is none."""
 
 DIGESTS = (
     task_spec.c.arguments_digest, outcome.c.result_digest, checkpoint.c.digest, item_page.c.digest,
     stored_object.c.digest, run_log.c.digest,
 )  # fmt: skip
-"""All columns that name objects. An object that none of them names may be deleted."""
+"""All columns that name objects. An object that no row names in them may be deleted."""

@@ -23,8 +23,8 @@ from gpubroker_server.ports.store import StoreUnavailable
 
 T = TypeVar("T")
 Act = Callable[[Session], Callable[[], T]]
-"""Idempotent statements within a transaction. Call what it returns after the commit: statements with answers
-that are read only then cost one round trip together with the commit."""
+"""Runs idempotent statements within a transaction, and returns a function that is called after the commit to
+get the answer. Answers that are read only then cost one round trip together with the commit."""
 
 _TRIES = 2
 _TTL = Column("ttl_seconds", Double)
@@ -39,8 +39,8 @@ def leader_row(_insert: Any, r: FromClause) -> Any:
 
 @over(leadership.c.id)
 def _lock_leader(_insert: Any, r: FromClause) -> Any:
-    """Lock the row, which waits for the commits of the term: each holds a shared lock on the row. A renewal
-    does not wait for them."""
+    """Lock the row. The lock waits for the commits of the term, because each of them holds a shared lock on
+    the row. A renewal does not wait for these."""
     locked = select(leadership.c.term).select_from(r.join(leadership, leadership.c.id == r.c.id))
     return locked.with_for_update(of=leadership)
 
@@ -49,7 +49,7 @@ def _lock_leader(_insert: Any, r: FromClause) -> Any:
     *columns_of(leadership, ("id", "holder", "term", "lineage", "server")), Column("seen_until", Double), _TTL
 )
 def _take_term(_insert: Any, r: FromClause) -> Any:
-    """Return the statement that takes the term if the row is the one that was seen."""
+    """Take the next term if the row is still the one that was seen."""
     row = leadership.c
     same = (row.id == r.c.id, row.term == r.c.term, row.lease_until == r.c.seen_until)
     change = update(leadership).values(
@@ -76,10 +76,10 @@ def _resign_term(_insert: Any, r: FromClause) -> Any:
 
 
 def read_leader(session: Session) -> Callable[[], LeaderRow]:
-    found = session.fetch_later(leader_row, [(1,)])
+    fetch_row = session.fetch_later(leader_row, [(1,)])
 
     def answer() -> LeaderRow:
-        [(term, holder, until, lineage, server, at)] = found()
+        [(term, holder, until, lineage, server, at)] = fetch_row()
         return LeaderRow(Term(term), holder, Instant(until), Instant(at), Lineage(lineage), server)
 
     return answer
@@ -88,8 +88,8 @@ def read_leader(session: Session) -> Callable[[], LeaderRow]:
 def take_term(
     holder: str, ttl_seconds: Seconds, seen: LeaderRow, *, has_lost_commits: bool = False
 ) -> Act[Term | None]:
-    """Return the act that takes the term after the `seen` one. It answers None if another process was faster.
-    The first term on another server, or after commits were lost, begins a lineage."""
+    """Return the Act that takes the term after the one in `seen`. The Act answers None if another process was
+    faster. The first term on another server, or after commits were lost, begins a lineage."""
 
     def act(session: Session) -> Callable[[], Term | None]:
         # A process that stopped in the middle of a commit may hold its share of the row for ever.
@@ -105,12 +105,12 @@ def take_term(
                 why = "commits were lost" if has_lost_commits else f"{seen.server} was the server before"
                 session.write(INSERT_AUDIT, [(at, "", holder, "lineage.begun", str(lineage), why)])
             return lambda: Term(taken)
-        found = read_leader(session)
+        read_row = read_leader(session)
 
         def answer() -> Term | None:
-            # The term is ours if the answer to our commit was lost: a holder is one process, which asks for
-            # one term at a time.
-            row = found()
+            # If the answer to an earlier commit of this call was lost, this process has the term: a holder is
+            # one process, which asks for one term at a time.
+            row = read_row()
             return row.term if (row.holder, row.term) == (holder, seen.term + 1) else None
 
         return answer
@@ -119,7 +119,7 @@ def take_term(
 
 
 def renew_term(term: Term, ttl_seconds: Seconds) -> Act[bool]:
-    """Return the act that renews the term and answers whether it is still the newest."""
+    """Return the Act that renews the term. The Act answers True if the term is still the newest."""
 
     def act(session: Session) -> Callable[[], bool]:
         # A process that stopped while it took a term may hold this row.
@@ -152,12 +152,12 @@ class TermConnection:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpubroker-term")
 
     async def run(self, act: Act[T]) -> T:
-        """Run `act` in a transaction. Raises StoreUnavailable, and what `act` raises; then nothing was
-        written."""
+        """Run `act` in a transaction. Raises StoreUnavailable, and what `act` raises; in both cases nothing
+        was written."""
         return await run_on(self._thread, partial(self._transact, act))
 
     def close(self) -> None:
-        # An act that got in before would connect again if the connection were dropped first.
+        # If the connection were dropped first, an act that is already queued would connect again.
         self._thread.shutdown()
         self._drop()
 

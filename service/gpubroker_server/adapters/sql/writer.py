@@ -1,6 +1,7 @@
-"""The one thread that writes. It takes all works that wait, writes them in one transaction, then answers all.
+"""The one thread that writes. The thread takes all works that wait, writes them in one transaction, and then
+answers them.
 
-The thread also reads the tail of the log, so that events of other processes and its own come in one order.
+The thread also reads the tail of the log, so that events of this and of other processes come in one order.
 """
 
 import threading
@@ -31,12 +32,13 @@ from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import LineageChanged, LogShortened, Outgrown, StoreUnavailable
 
 _UNITS_PER_GROUP = 512
-"""Weight from which a group takes no more works."""
+"""The weight from which a group takes no more works."""
 _EVENTS_PER_CATCH_UP = 1000
-"""Most events that are read at once. Applying one blocks the event loop for some tens of microseconds."""
+"""The most events that are read at once. Applying an event blocks the event loop for some tens of
+microseconds."""
 _TRIES = 3
 _RETRY_SECONDS = 0.25
-"""Pause before a database that does not answer is asked again."""
+"""The pause before a database that does not answer is asked again."""
 _BROKEN_OFF = f"the connection to the database broke in {_TRIES} tries; nothing was written"
 _BACKOFF_SECONDS = 0.05
 """Pause before a transaction that collided with another is repeated."""
@@ -46,11 +48,11 @@ _IDLE_SECONDS = 2.0
 T = TypeVar("T")
 
 Deliver = Callable[[Sequence[Event], Sequence["Work"]], None]
-"""Function that runs on the event loop: it hands the events to the listeners, then answers the works."""
+"""Function that hands the events to the listeners, and then answers the works. It runs on the event loop."""
 
 
 class Work:
-    """The work that one caller waits for: units to write, or an act with a transaction of its own."""
+    """The work that one caller waits for: units to write, or an act with its own transaction."""
 
     def __init__(
         self,
@@ -85,8 +87,8 @@ class Work:
 
 
 class CatchUp(Work):
-    """Reads what other processes have appended. The answer says whether more follows, and how often tokens
-    have changed."""
+    """Reads the events that other processes have appended. The answer says whether more events follow, and
+    how often tokens have changed."""
 
 
 class BeginAt(Work):
@@ -99,7 +101,7 @@ class BeginAt(Work):
 
 
 class Writer:
-    """Owns the session from `start` to `close`. `put` may be called on the event loop: it never blocks."""
+    """Owns the session from `start` to `close`. `put` never blocks, so it may be called on the event loop."""
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class Writer:
         self._usage_half_life_seconds = usage_half_life_seconds
         self._heard = heard
         self._history = lineage, session.server
-        """(lineage, server) of the log that was read up to `_heard`."""
+        """The lineage and the server of the log that was read up to `_heard`."""
         self._deliver = deliver
         self._inbox: SimpleQueue[Sequence[Work] | None] = SimpleQueue()
         self._closing = threading.Event()
@@ -133,7 +135,7 @@ class Writer:
             self._refuse_waiting(CLOSED)
 
     def close(self) -> None:
-        """Write what is waiting, then end. Blocks until done."""
+        """Write everything that is waiting, then end the thread. Blocks until the thread has ended."""
         self._closing.set()
         self._inbox.put(None)
         self._thread.join()
@@ -141,13 +143,13 @@ class Writer:
     def _run(self) -> None:
         while (first := self._next()) is not None:
             self.carry_out(self._with_waiting(first))
-        # In this order: works that `put` queues after the last look find that the thread has ended.
+        # The order matters: if `put` queues works after the last look, it finds that the thread has ended.
         self._has_ended.set()
         self._refuse_waiting(CLOSED)
         self._session.close()
 
     def carry_out(self, works: Sequence[Work]) -> None:
-        """Write all units in one transaction, then do the other works one by one. Answers each."""
+        """Write all units in one transaction, then do the other works one by one. All works are answered."""
         group = [work for work in works if work.units]
         events = self._write([unit for work in group for unit in work.units])
         self.answer(events, group)
@@ -156,15 +158,15 @@ class Writer:
                 self.answer(self._do(work), [work])
 
     def _next(self) -> Sequence[Work] | None:
-        """Return the next works, or None at the end. Has the session do its upkeep once if none come for a
-        while."""
+        """Return the next works, or None at the end. If none come for a while, the session does its upkeep
+        once."""
         with suppress(Empty):
             return self._inbox.get(timeout=_IDLE_SECONDS)
         self._session.on_idle()
         return self._inbox.get()
 
     def _do(self, work: Work) -> Sequence[Event]:
-        """Do work without units. Returns the events that the work has read."""
+        """Do a work without units. Returns the events that the work has read."""
         match work:
             case CatchUp():
                 return self._catch_up(work)
@@ -222,16 +224,16 @@ class Writer:
         return events
 
     def _without_gap(self, events: list[Event]) -> list[Event]:
-        """Return the events with those of other processes in between, so that listeners get every position
-        once. No caller is answered before the events of its commit can be delivered: the leader would repeat
-        decisions that its World does not show yet."""
+        """Return the events, and the events of other processes in between, so that listeners get every
+        position once. No caller is answered before the events of its commit can be delivered: the leader
+        would repeat decisions that its World does not show yet."""
         if not events or self._session.server != self._history[1]:
             return []  # The next catch-up finds that this is another server.
         if events[0].position != self._heard + 1:
             span = (self._heard, events[-1].position)
-            found = self._insist(lambda: self._session.fetch(sql.tail, [(1, *span)]))
+            tail_rows = self._insist(lambda: self._session.fetch(sql.tail, [(1, *span)]))
             try:
-                events = _readable([row[4:] for row in found or ()])
+                events = _readable([row[4:] for row in tail_rows or ()])
             except Outgrown:
                 return []  # The next catch-up raises it.
             if len(events) < span[1] - span[0] and self._insist(self._is_shortened):
@@ -244,12 +246,12 @@ class Writer:
         """Return the next events of other processes."""
         try:
             most = self._heard + _EVENTS_PER_CATCH_UP
-            found = self._session.fetch(sql.tail, [(1, self._heard, most)])
-            head, token_changes, compatible_from, lineage = found[0][:4]
+            tail_rows = self._session.fetch(sql.tail, [(1, self._heard, most)])
+            head, token_changes, compatible_from, lineage = tail_rows[0][:4]
             check_schema(compatible_from)
             self._check_history(head, lineage)
             last = min(head, most)
-            rows = [row[4:] for row in found if row[4] is not None]
+            rows = [row[4:] for row in tail_rows if row[4] is not None]
             # The log has no gaps: a position without an event was pruned.
             if len(rows) < last - self._heard and self._is_shortened():
                 raise LogShortened(
@@ -276,17 +278,17 @@ class Writer:
 
     def _check_history(self, head: Position, lineage: Lineage) -> None:
         """Check that the log continues where this process has read to. Raises LineageChanged."""
-        found = lineage, self._session.server
-        if found == self._history and head >= self._heard:
+        current = lineage, self._session.server
+        if current == self._history and head >= self._heard:
             return
-        of = "lineage {}" + (" on server {}" if found[1] else "")
+        of = "lineage {}" + (" on server {}" if current[1] else "")
         fault = LineageChanged(
             f"the log was read up to position {self._heard} in {of.format(*self._history)}, and is at {head} "
-            f"in {of.format(*found)}: the database was restored, or another server took over; reading "
+            f"in {of.format(*current)}: the database was restored, or another server took over; reading "
             "everything again"
         )
-        # A head that went back within one lineage: commits were lost, and no lineage has begun since.
-        fault.has_lost_commits = found == self._history
+        # If the head went back within one lineage, commits were lost and no lineage has begun since.
+        fault.has_lost_commits = current == self._history
         raise fault
 
     def _is_shortened(self) -> bool:
@@ -295,10 +297,11 @@ class Writer:
         return bool(oldest > self._heard + 1)
 
     def _parts(self, group: Sequence[Unit], error: Exception) -> list[Sequence[Unit]]:
-        """Return what is left to write of a failed group: the group without what is stored already, or each
-        unit alone, so that one unit does not fail the others."""
+        """Return the groups that are left to write after a group has failed. If some units are stored
+        already, the others form one group. Otherwise each unit is written alone, so that one unit does not
+        fail the others."""
         try:
-            left = answer_known(self._session, group)
+            unanswered = answer_known(self._session, group)
         except ConnectionLost:
             return [group]
         except Exception as failed:
@@ -306,16 +309,16 @@ class Writer:
                 return [[unit] for unit in group]
             group[0].on_failed(failed)
             return []
-        if len(left) < len(group):
-            return [left] if left else []
+        if len(unanswered) < len(group):
+            return [unanswered] if unanswered else []
         if len(group) > 1:
             return [[unit] for unit in group]
         group[0].on_failed(error)
         return []
 
     def _transact(self, act: Callable[[], T], recover: Callable[[CommitUnknown], T | None]) -> T:
-        """Run one transaction, and repeat it after errors of the connection and collisions. `recover` returns
-        the result of an unknown commit that succeeded, or None if `act` must be repeated."""
+        """Run one transaction, and repeat it after errors of the connection and after collisions. `recover`
+        returns the result of an unknown commit that succeeded, or None if `act` must be repeated."""
         for _ in range(_TRIES):
             try:
                 return act()
@@ -342,7 +345,7 @@ class Writer:
         elif unknown.notes:
             is_done = self._was_committed(partial(self._has_note, unknown.notes[0]))
         else:
-            # Nothing shows what became of it, and a repetition writes nothing twice: rows have keys.
+            # Nothing shows whether the commit succeeded. A repetition writes nothing twice: rows have keys.
             self._session.reconnect()
             is_done = False
         return list(unknown.events) if is_done else None
@@ -351,24 +354,24 @@ class Writer:
         """Return True if the audit log has this note. Waits for a commit that is under way."""
         self._session.begin()
         self._session.take_positions(0)
-        found = self._session.fetch(sql.noted, [note])
+        notes = self._session.fetch(sql.noted, [note])
         self._session.rollback()
-        return bool(found)
+        return bool(notes)
 
     def _was_committed(self, has_first: Callable[[], bool]) -> bool:
-        """Return True if the database has what an unknown commit wrote first. Asks until the database
-        answers, because a caller gets no answer before the outcome is known. Raises StoreUnavailable when
-        closed."""
+        """Return True if the database has the first row of an unknown commit. Asks until the database
+        answers, because a caller gets no answer before the outcome is known. Raises StoreUnavailable if the
+        store is closed."""
         with suppress(StoreUnavailable):
             self._session.reconnect()
-        known = self._insist(has_first)
-        if known is None:
+        is_committed = self._insist(has_first)
+        if is_committed is None:
             raise StoreUnavailable("the store was closed before an unknown commit could be read back")
-        return known
+        return is_committed
 
     def _insist(self, ask: Callable[[], T]) -> T | None:
-        """Ask until the database answers, and refuse all other works meanwhile. Returns None if the store is
-        closed."""
+        """Call `ask` until the database answers, and refuse all other works meanwhile. Returns None if the
+        store is closed."""
         while True:
             try:
                 return ask()
@@ -420,8 +423,8 @@ class Writer:
 
 
 def _readable(rows: Found) -> list[Event]:
-    """Return the events up to the first that this software cannot read. Raises Outgrown if that is the first
-    of all."""
+    """Return the events before the first that this software cannot read. Raises Outgrown if the very first
+    event cannot be read."""
     events: list[Event] = []
     for row in rows:
         try:

@@ -1,1 +1,1 @@
-"""The protocols of clients and model servers. `triton` is what the two protocols of Triton share."""
+"""The protocols of clients and model servers. `triton` has the common part of Triton's two protocols."""

@@ -1,1 +1,1 @@
-"""Copies of all rows of a database: the move to PostgreSQL, backups, and the restore of a backup."""
+"""Copy all rows of a database: for the move to PostgreSQL, for a backup, and for the restore of a backup."""

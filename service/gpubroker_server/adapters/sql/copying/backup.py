@@ -1,4 +1,5 @@
-"""A backup's database: a SQLite file with all rows of any database, as they were at one moment."""
+"""The database of a backup: a SQLite file with all rows of a SQLite or PostgreSQL database, as they were at
+one moment."""
 
 import os
 import shutil
@@ -48,14 +49,15 @@ class BackupFacts(Struct, frozen=True):
     digests: frozenset[str]
     """The digests of all objects that rows name."""
     uploads: frozenset[str]
-    """The digests that only the rows of uploads name: tenants may delete these objects at any time."""
+    """The digests that only the rows of uploaded objects name. Tenants may delete these objects at any
+    time."""
     tasks: Mapping[str, int]
-    """State -> number of tasks, without those that have ended."""
+    """State -> the number of unfinished tasks in it."""
 
 
 def write_backup(url: str, path: Path, report: Report) -> BackupFacts:
-    """Fill a new file. Services continue meanwhile, because none of their locks is taken. Raises
-    DatabaseRefused."""
+    """Write all rows to a new file. Services keep running meanwhile, because none of their locks is taken.
+    Raises DatabaseRefused."""
     source = _source(url)
     file = SqliteFile(path)
     try:
@@ -73,7 +75,7 @@ def write_backup(url: str, path: Path, report: Report) -> BackupFacts:
 
 
 def named_in(url: str, digests: frozenset[str]) -> frozenset[str]:
-    """Return those of the `digests` that a row names now."""
+    """Return the ones of `digests` that a row of the database names now."""
     with _source(url).connect() as reading:
         return reads.referenced(reading, sorted(digests))
 
@@ -81,10 +83,10 @@ def named_in(url: str, digests: frozenset[str]) -> frozenset[str]:
 def restore_backup(
     backup: Path, url: str, bring_objects: Callable[[frozenset[str]], str], report: Report
 ) -> BackupFacts:
-    """Restore a backup into a database that does not exist or is empty: everything, or nothing.
+    """Restore a whole backup, or nothing, into a database that does not exist or is empty.
 
-    `bring_objects` gets the digests that rows name. It must have the objects ready when it returns, before
-    the rows are there, and returns the name of their directory. Raises DatabaseRefused.
+    `bring_objects` gets the digests that rows name, puts their objects in place, and returns the name of the
+    directory of objects. The rows are written after that. Raises DatabaseRefused.
     """
     if is_file(url):
         path = path_of(url)
@@ -101,24 +103,24 @@ def restore_backup(
     name = connections.display_name(url)
     with TemporaryDirectory(prefix="gpubroker-restore-") as folder:
         facts = _prepare(backup, draft := Path(folder) / "gpubroker.db", bring_objects)
-        here, there = _beside(draft), copying_engine(url)
-        with plain_errors("the restore", SETTING), here.connect() as reading, there.begin() as writing:
+        source, target = _beside(draft), copying_engine(url)
+        with plain_errors("the restore", SETTING), source.connect() as reading, target.begin() as writing:
             take_empty_server(writing, name, SETTING)
             copy_all(reading, writing, report)
     return facts
 
 
 def check_is_free(url: str) -> None:
-    """Check that a file may be restored into. Raises DatabaseRefused. A server is asked only when the restore
-    begins."""
+    """Check that a backup may be restored into the file that the URL names. Raises DatabaseRefused. A server
+    is checked only when the restore begins."""
     if is_file(url):
         with _locked(path_of(url)):
             pass
 
 
 def _prepare(backup: Path, draft: Path, bring_objects: Callable[[frozenset[str]], str]) -> BackupFacts:
-    """Make a copy of the backup with the newest schema and a new lineage, on disk."""
-    # A restore that broke off may have left these, and SQLite would apply an old log to the new copy.
+    """Make a durable copy of the backup with the newest schema and a new lineage."""
+    # A restore that broke off may have left these files, and SQLite would apply an old log to the new copy.
     for ending in ("", "-wal", "-shm"):
         Path(f"{draft}{ending}").unlink(missing_ok=True)
     draft.touch(mode=0o600)
@@ -141,7 +143,7 @@ def _prepare(backup: Path, draft: Path, bring_objects: Callable[[frozenset[str]]
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a path at which there is no database, so that no service begins one there."""
+    """Lock a path at which there is no database, so that no service creates one there."""
     file = SqliteFile(path)
     try:
         if path.exists():
@@ -155,8 +157,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _source(url: str) -> Engine:
-    """Open the database for reading one state of it. Raises DatabaseRefused if it must not, or cannot, be
-    backed up."""
+    """Open the database for transactions in which all reads see one state. Raises DatabaseRefused if the
+    database must not, or cannot, be backed up."""
     if is_file(url):
         path = path_of(url)
         if not path.exists():
@@ -188,12 +190,12 @@ def _beside(path: Path) -> Engine:
 
 def _check_schema(reading: Connection) -> None:
     try:
-        [found] = reading.execute(_REVISION).scalars()
+        [schema] = reading.execute(_REVISION).scalars()
     except DBAPIError:
-        found = "none"
-    if found != NEWEST:
+        schema = "none"
+    if schema != NEWEST:
         raise DatabaseRefused(
-            f"the schema of the database is {found}, and this gpubroker knows {NEWEST}: back it up with the "
+            f"the schema of the database is {schema}, and this gpubroker knows {NEWEST}: back it up with the "
             "release that serves it, or start the service with this one first, which brings it up to date"
         )
 

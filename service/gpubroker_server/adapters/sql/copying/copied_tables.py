@@ -1,5 +1,5 @@
-"""Copy every table of a database into another, and compare the copy by its number of rows and by a digest of
-what can be read."""
+"""Copy every table of a database into another, and compare each copy by its number of rows and by a digest of
+its rows."""
 
 import sys
 import time
@@ -18,16 +18,16 @@ from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.system_tables import MoveStage, metadata, relocation
 
 LEAVING_SECONDS = 1.0
-"""Time for which other sessions may still be there. A connection that was closed stays until the server has
-ended its process."""
+"""Time for which other sessions may still exist. The session of a closed connection stays until the server
+has ended its process."""
 
 Report = Callable[[str], None]
-"""Function that receives lines about the progress, for people."""
+"""Function that receives lines about the progress, which people read."""
 
 _ROWS_AT_ONCE = 200
 _REPORT_EVERY = 100_000
 _MADE_BY_MIGRATIONS = {"log_head", "leadership", "installation"}
-"""Tables with one row that a new database has too."""
+"""Tables whose one row a new database has, too."""
 _LOCKED = "55P03"
 """SQLSTATE of lock_not_available."""
 _LAST = "SELECT setval(pg_get_serial_sequence(:table, :column), :last)"
@@ -38,7 +38,8 @@ SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid
 
 
 def copying_engine(url: str) -> Engine:
-    """Return the engine of a server for large copies, on connections that wait long."""
+    """Return an engine of a PostgreSQL server for large copies, with connections that wait long for the
+    server."""
     from gpubroker_server.adapters.sql import connections
 
     return create_engine(
@@ -49,10 +50,10 @@ def copying_engine(url: str) -> Engine:
 def take_empty_server(writing: Connection, target: str, named: str, move: str = "") -> None:
     """Lock the database until the end of the transaction, and check that it is empty.
 
-    `named`: the option that names the database. `move`: a move that may have broken off here, and is then
-    begun again. Raises DatabaseRefused.
+    `named` is the option that names the database. `move` is the id of the move: if this move has broken off
+    before, the database need not be empty. Raises DatabaseRefused.
     """
-    # With all tables locked nobody can write before the commit, so what is found empty stays empty.
+    # While all tables are locked, no other session can write, so an empty table stays empty until the commit.
     writing.execute(text("SET LOCAL lock_timeout = '5s'"))
     for table in copied_tables():
         name = writing.dialect.identifier_preparer.format_table(table)
@@ -64,7 +65,7 @@ def take_empty_server(writing: Connection, target: str, named: str, move: str = 
                 f"{target} is in use by a gpubroker; stop that one, or name another with {named}"
             )
         time.sleep(0.1)
-        # Within a transaction the server would repeat its first answer.
+        # Without this call the server would repeat its first answer within the transaction.
         writing.execute(text("SELECT pg_stat_clear_snapshot()"))
     match read_mark(writing):
         case MoveMark(stage=MoveStage.COMING, move=begun) if begun == move:
@@ -85,7 +86,8 @@ def copied_tables() -> Sequence[Table]:
 
 
 def copy_all(reading: Connection, writing: Connection, report: Report) -> None:
-    """Replace whatever is in the copied tables. Raises DatabaseRefused if something did not arrive."""
+    """Replace the contents of all copied tables. Raises DatabaseRefused if a row did not arrive as it was
+    sent."""
     for table in copied_tables():
         writing.execute(delete(table))
         sent = _Digest()
@@ -127,8 +129,8 @@ def _sent(
 def _write(writing: Connection, table: Table, rows: Iterator[tuple[Any, ...]]) -> None:
     if writing.dialect.name == "sqlite":
         names = [column.name for column in table.c]
-        while some := list(islice(rows, _ROWS_AT_ONCE)):
-            writing.execute(insert(table), [dict(zip(names, row, strict=True)) for row in some])
+        while chunk := list(islice(rows, _ROWS_AT_ONCE)):
+            writing.execute(insert(table), [dict(zip(names, row, strict=True)) for row in chunk])
         return
     import psycopg
     from psycopg import sql
@@ -140,7 +142,7 @@ def _write(writing: Connection, table: Table, rows: Iterator[tuple[Any, ...]]) -
     with connection.cursor() as cursor, cursor.copy(statement) as copy:
         for row in rows:
             copy.write_row(row)
-    # COPY gives the keys itself: without this the sequence would hand out keys that are taken.
+    # COPY writes keys without the sequence, which would otherwise hand out keys that are taken.
     if (column := table.autoincrement_column) is not None:
         last = writing.execute(select(func.max(column))).scalar_one()
         if last is not None:
@@ -148,21 +150,21 @@ def _write(writing: Connection, table: Table, rows: Iterator[tuple[Any, ...]]) -
 
 
 def _rows(connection: Connection, table: Table) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows as Python values, which are the same for both databases."""
-    found = connection.execute(select(table), execution_options={"yield_per": _ROWS_AT_ONCE})
-    return (tuple(row) for row in found)
+    """Return the rows as Python values, which do not depend on the kind of database."""
+    result = connection.execute(select(table), execution_options={"yield_per": _ROWS_AT_ONCE})
+    return (tuple(row) for row in result)
 
 
 def _faults() -> tuple[type[Exception], ...]:
-    """Return the types of a database's errors, with psycopg's if psycopg was imported."""
+    """Return the types of databases' errors, including psycopg's if psycopg was imported."""
     psycopg = sys.modules.get("psycopg")
     return (DBAPIError, psycopg.Error) if psycopg else (DBAPIError,)
 
 
 @contextmanager
 def plain_errors(what: str, named: str) -> Iterator[None]:
-    """Raise the database's errors as DatabaseRefused. `what`: the operation that broke off. `named`: the
-    option that names the database written to."""
+    """Raise errors of the database as DatabaseRefused. `what` is the operation that broke off, and `named`
+    the option that names the target."""
     try:
         yield
     except _faults() as error:

@@ -39,8 +39,8 @@ from gpubroker_server.adapters.sql.system_tables import MoveStage, leadership
 
 
 def move_data(source: str, target: str, report: Report) -> None:
-    """Copy a file to a server. Raises DatabaseRefused, and then the file is served as before, unless the text
-    says that it has been moved."""
+    """Move the data of a file to a server. Raises DatabaseRefused. After that the file may be served as
+    before, unless the message says that it has been moved."""
     if is_file(target, "--to") or not is_file(source, "--from, or database_url,"):
         raise DatabaseRefused(
             "data moves from a file to a server: --from sqlite:///path --to postgresql://user@host/name"
@@ -50,18 +50,18 @@ def move_data(source: str, target: str, report: Report) -> None:
         raise DatabaseRefused(f"there is no {path}; name the file of the service with --from")
     file = SqliteFile(path)
     try:
-        here, there = file_engine(file), copying_engine(target)
-        bring_to(here, "head", str(path))
+        source_engine, target_engine = file_engine(file), copying_engine(target)
+        bring_to(source_engine, "head", str(path))
         connections.check_server(target, "--to")
         bring_to(server_engine(target), "head", "the database")
         with plain_errors("the move, of which nothing is lost,", "--to"):
-            _move(here, there, str(path.resolve()), connections.display_name(target), report)
+            _move(source_engine, target_engine, str(path.resolve()), connections.display_name(target), report)
     finally:
         file.close()
 
 
-def _move(here: Engine, there: Engine, source: str, target: str, report: Report) -> None:
-    with here.begin() as reading:
+def _move(source_engine: Engine, target_engine: Engine, source: str, target: str, report: Report) -> None:
+    with source_engine.begin() as reading:
         # This process has the lock on the file, so the last leader has ended: nobody waits for its lease.
         reading.execute(leadership.update().values(lease_until=0.0))
         mark = read_mark(reading)
@@ -69,15 +69,15 @@ def _move(here: Engine, there: Engine, source: str, target: str, report: Report)
             mark = MoveMark(mark.move if mark else uuid4().hex, MoveStage.LEAVING, target)
             set_mark(reading, mark)
     if mark.stage is not MoveStage.GONE:
-        with here.connect() as reading, there.begin() as writing:
+        with source_engine.connect() as reading, target_engine.begin() as writing:
             take_empty_server(writing, target, "--to", mark.move)
             copy_all(reading, writing, report)
             set_mark(writing, MoveMark(mark.move, MoveStage.COMING, source))
         report(f"everything is in {target}")
-        with here.begin() as reading:
+        with source_engine.begin() as reading:
             set_mark(reading, MoveMark(mark.move, MoveStage.GONE, target))
     report(f"{source} will not be served any more")
-    with there.begin() as writing:
+    with target_engine.begin() as writing:
         arrived = read_mark(writing)
         if arrived is None or arrived.move != mark.move:
             raise DatabaseRefused(f"{source} has been moved to {mark.other}, which is not {target}")

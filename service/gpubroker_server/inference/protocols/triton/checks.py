@@ -27,7 +27,8 @@ _STAGE_OF_STATE: Final = {
     "LOADING": ModelState.LOADING,
 }
 _STAGE_ORDER: Final = (ModelState.READY, ModelState.UNLOADING, ModelState.LOADING, ModelState.ABSENT)
-"""Stages in the order in which they count: a model is in the first stage that one of its versions is in."""
+"""Stages in the order in which they count: the stage of a model is the first of these that one of its
+versions has."""
 
 
 class TritonChecks:
@@ -36,11 +37,11 @@ class TritonChecks:
         if endpoint is server.grpc:
             await _call(server, within_seconds)
             return
-        found = await server.backend.fetch(_LIVE, within_seconds=within_seconds, is_check=True)
-        if found.status in UNAUTHORIZED_STATUSES:
-            server.http.refused(f"it answered GET /v2/health/live with {found.status}")
-        if found.status != 200:
-            raise NotFetched(Trouble.BROKEN, f"GET /v2/health/live was answered {found.status}")
+        answer = await server.backend.fetch(_LIVE, within_seconds=within_seconds, is_check=True)
+        if answer.status in UNAUTHORIZED_STATUSES:
+            server.http.refused(f"it answered GET /v2/health/live with {answer.status}")
+        if answer.status != 200:
+            raise NotFetched(Trouble.BROKEN, f"GET /v2/health/live was answered {answer.status}")
 
     async def index(self, server: Server, within_seconds: Seconds) -> Mapping[str, IndexedModel] | None:
         """Return the models of the server's repository, or None if the answer is no index. Raises
@@ -51,8 +52,8 @@ class TritonChecks:
         return models_in(answer.body) if answer.status == 200 else None
 
     async def change(self, server: Server, model: str, *, loads: bool, within_seconds: Seconds) -> str:
-        """Have it load or unload the model. Return why it did not, in its own words; empty if it did. Raises
-        NotFetched."""
+        """Have the server load or unload the model. Returns the server's error message; empty if it did so.
+        Raises NotFetched."""
         what = "load" if loads else "unload"
         path = f"/v2/repository/models/{quote(model, safe='')}/{what}".encode()
         answer = await server.backend.fetch(RequestHead(b"POST", path, (), 0), within_seconds=within_seconds)
@@ -80,8 +81,8 @@ async def _call(server: Server, within_seconds: Seconds) -> None:
 
 
 def models_in(index: bytes) -> dict[str, IndexedModel] | None:
-    """Read the answer to `POST /v2/repository/index`: a row for each version of a model. Returns None if the
-    answer is something else."""
+    """Return the models in an answer to `POST /v2/repository/index`, which has a row for each version of a
+    model. Returns None if the answer is something else."""
     try:
         rows = msgspec.json.decode(index, type=list[dict[str, str]])
     except msgspec.DecodeError:
@@ -93,11 +94,11 @@ def _by_model(rows: Sequence[Mapping[str, str]]) -> dict[str, IndexedModel]:
     models: dict[str, IndexedModel] = {}
     for row in rows:
         name, stage = row.get("name", ""), _STAGE_OF_STATE.get(row.get("state", ""), ModelState.ABSENT)
-        known = models.get(name, IndexedModel(name, ModelState.ABSENT))
+        indexed = models.get(name, IndexedModel(name, ModelState.ABSENT))
         versions = (row.get("version", ""),) if stage is ModelState.READY else ()
-        nearest = min(known.stage, stage, key=_STAGE_ORDER.index)
-        reason = row.get("reason", "") if nearest is stage else known.reason
-        models[name] = IndexedModel(name, nearest, (*known.versions, *versions), reason)
+        nearest = min(indexed.stage, stage, key=_STAGE_ORDER.index)
+        reason = row.get("reason", "") if nearest is stage else indexed.reason
+        models[name] = IndexedModel(name, nearest, (*indexed.versions, *versions), reason)
     return models
 
 

@@ -1,5 +1,5 @@
-"""Errors in Triton's form: the service's own, as Triton's clients read them, and those of Triton that the
-service acts upon."""
+"""Errors in Triton's form. The service writes its own errors as Triton's clients read them, and recognizes
+the errors of Triton that it acts upon."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ from gpubroker_server.ports.backends import Header
 
 
 def no_shared_memory() -> Problem:
-    """Return Triton's own error of a server without shared memory, which clients know."""
+    """Return the error that Triton itself gives without shared memory, which clients know."""
     return Problem(
         "shared-memory-disabled",
         "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable.",
@@ -48,13 +48,12 @@ _DEAD: Final = "is not healthy"
 
 
 def says_unknown_model(message: str) -> bool:
-    """Return True if Triton says that it does not have the model. A message that only this version is missing
-    does not count: Triton has the model then."""
+    """Return True if Triton says that it does not have the model. A message that only the version is missing
+    does not count, because then Triton has the model."""
     lacks_version = " version " in message and message.endswith(" is not found")
     return message.startswith(_UNKNOWN_MODEL) and not lacks_version
 
 
 def says_dead(message: str) -> bool:
-    """Return True if Triton says that the model's process is gone. Triton calls such a model ready all the
-    same."""
+    """Return True if Triton says that the model's process is gone. Triton still calls such a model ready."""
     return _DEAD in message

@@ -1,4 +1,4 @@
-"""One request to several servers, and one answer made of theirs."""
+"""Send one request to several servers, and merge their answers into one."""
 
 import asyncio
 import json
@@ -22,20 +22,20 @@ Row = dict[str, Any]
 T = TypeVar("T")
 
 _BEST_FIRST: Final = ("READY", "LOADING", "UNLOADING", "UNAVAILABLE")
-"""States of a model's version, best first. Of the states that several servers report, the best is the
-answer."""
+"""States of a model's version, best first. Of the states that several servers report, the merged answer has
+the best."""
 
 
 async def ask_all(servers: Sequence[Server], how: FanOut, ask: Callable[[Server], Awaitable[T]]) -> list[T]:
-    """Return the answers, in the order of the servers. Raises the first failure of `EACH`, and otherwise only
-    if no server has answered. `ask` raises Problem or CallFailed."""
+    """Return the answers of the servers that have answered, in the order of the servers. `ask` raises Problem
+    or CallFailed; `ask_all` raises the first failure if `how` is EACH or no server has answered."""
     # All servers are asked even if one fails, so that a change reaches all that can be reached.
     if how is FanOut.EACH:
-        found = [await _outcome(ask(server)) for server in servers]
+        outcomes = [await _outcome(ask(server)) for server in servers]
     else:
-        found = await asyncio.gather(*(_outcome(ask(server)) for server in servers))
-    answers = [outcome for outcome in found if not isinstance(outcome, Exception)]
-    failures = [outcome for outcome in found if isinstance(outcome, Exception)]
+        outcomes = await asyncio.gather(*(_outcome(ask(server)) for server in servers))
+    answers = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if failures and (how is FanOut.EACH or not answers):
         raise failures[0]
     return answers
@@ -49,8 +49,7 @@ async def _outcome(asked: Awaitable[T]) -> T | Problem | CallFailed:
 
 
 def merged_index(indexes: Iterable[Sequence[Row]]) -> list[Row]:
-    """Return each version of a model once, and a model without versions once, unless another server has a
-    version of it."""
+    """Return one row per version of a model, and one row for a model of which no server has a version."""
     rows = [row for index in indexes for row in index]
     with_version = {row["name"] for row in rows if "version" in row}
     best: dict[tuple[str, str], Row] = {}
@@ -68,8 +67,8 @@ def _rank(row: Row) -> int:
 
 
 def summed_statistics(statistics: Iterable[Sequence[Row]]) -> list[Row]:
-    """Return one row per version of a model. Counts and times are added, the latest request counts, and the
-    memory of all servers is listed."""
+    """Return one row per version of a model. Counts and times are added, the time of the last request is the
+    latest one, and the memory of all servers is listed."""
     summed: dict[tuple[str, str], Row] = {}
     for row in (row for rows in statistics for row in rows):
         key = row["name"], row.get("version", "")
@@ -98,13 +97,14 @@ def _sum(first: Any, second: Any) -> Any:
     return first + second if isinstance(first, (int, float, list)) else first
 
 
-def merged_response(how: FanOut, found: Sequence[Fetched], servers: Sequence[Server]) -> Fetched:
-    """Return one answer for those of several servers. Raises Problem if they cannot be merged."""
-    good = [answer for answer in found if answer.status == _OK]
+def merged_response(how: FanOut, answers: Sequence[Fetched], servers: Sequence[Server]) -> Fetched:
+    """Return one answer that merges the answers of several servers. Raises Problem if they cannot be
+    merged."""
+    good = [answer for answer in answers if answer.status == _OK]
     if how is FanOut.EACH:
-        return next((answer for answer in found if answer.status != _OK), found[0])
+        return next((answer for answer in answers if answer.status != _OK), answers[0])
     if len(good) < 2 or how is FanOut.ANY:
-        return good[0] if good else found[0]
+        return good[0] if good else answers[0]
     try:
         bodies = [json.loads(answer.body) for answer in good]
         if how is FanOut.INDEX:

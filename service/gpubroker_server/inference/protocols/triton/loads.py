@@ -36,9 +36,8 @@ class _FileFound(Exception):
 
 
 def brings_files(body: bytes) -> bool:
-    """Return True if the body of a load over HTTP brings files, or cannot be read. Triton has a parser of its
-    own, for which the other one of two equal names may count: so no name at all, at any depth, may be that of
-    a file."""
+    """Return True if the body of a load over HTTP brings files, or cannot be read. No name at any depth may
+    be that of a file: of two equal names, Triton's parser may take another one than ours."""
     if not body:
         return False
     try:

@@ -1,8 +1,8 @@
 """Translate paths of Triton's HTTP protocol and methods of its gRPC protocol to operations.
 
-A path is matched as it came, still encoded, because Triton matches it so; only a model's name is decoded. A
-path that is not known here is passed on: 404 and 405 are Triton's to answer. A method over gRPC is not:
-clients ask for some, such as reflection, without a token.
+A path is matched as it came, still encoded, because Triton does so; only a model's name is decoded. An
+unknown path is passed on, so that Triton answers with 404 or 405. An unknown method over gRPC is not passed
+on: clients call some methods, such as reflection, without a token.
 """
 
 import re
@@ -23,7 +23,7 @@ class TritonOperation(Operation, frozen=True):
     sets: bool = False
     """True for a call over gRPC that changes settings if its message holds any."""
     model_field: int = 0
-    """Number of the field that names the model in a message over gRPC; 0 if the call is about no model."""
+    """The number of the field that names the model in a message over gRPC; 0 if the call names no model."""
 
 
 _MODEL: Final = re.compile(
@@ -143,4 +143,4 @@ _BY_METHOD: Final[Mapping[str, TritonOperation]] = {
     "/grpc.health.v1.Health/Check": TritonOperation("Health/Check", None, FanOut.ANY, reads=True),
 }
 UNKNOWN: Final = TritonOperation("unmatched")
-"""Any other method. Triton has no others, so none is passed on."""
+"""The operation of every other method. Triton has no others, so none is passed on."""

@@ -56,7 +56,7 @@ _STATUS_OF: Final = {
 """HTTP status -> gRPC status. All other HTTP statuses become INTERNAL."""
 
 _UNAVAILABLE: Final = 14
-"""The code of UNAVAILABLE: the server itself says so, or its connection was lost."""
+"""The code of UNAVAILABLE: the server has answered with this code, or its connection was lost."""
 _OF_THE_CLIENT: Final = frozenset({1, 4})
 """The codes of CANCELLED and DEADLINE_EXCEEDED, which say nothing about the server."""
 
@@ -66,7 +66,8 @@ _STRANGER: Final = frozenset({7, 16})
 
 
 def unauthorized(server: Server, failed: CallFailed) -> Problem | None:
-    """Return what to answer if the server refused the service itself, and note that; else None."""
+    """Return the problem for the client if the server refused the service's own credentials, and note the
+    refusal; None for any other failure."""
     if failed.trouble is not None or failed.code not in _STRANGER:
         return None
     why = f"it answered {_STATUSES[failed.code].name}: {failed.detail[:200]}"
@@ -75,7 +76,8 @@ def unauthorized(server: Server, failed: CallFailed) -> Problem | None:
 
 
 def trouble_of(failed: CallFailed) -> Trouble | None:
-    """Return why another server may do what this one did not; None if the failure is the server's answer."""
+    """Return the trouble after which another server may be asked; None if the failure is the server's
+    answer."""
     if failed.trouble is not None:
         return failed.trouble
     if failed.code in _STRANGER:
@@ -84,7 +86,7 @@ def trouble_of(failed: CallFailed) -> Trouble | None:
 
 
 def note_failure(endpoint: Endpoint, failed: CallFailed) -> None:
-    """Tell the endpoint of a failed call. Over gRPC an error may be an answer of a healthy server."""
+    """Tell the endpoint about a failed call. Over gRPC an error may be the answer of a healthy server."""
     if failed.trouble is not None:
         endpoint.failed(failed.trouble, failed.detail)
     elif failed.code == _UNAVAILABLE:
@@ -102,7 +104,7 @@ class GrpcCall(ProxiedRequest):
     _reply: CallReply | None = None
     _fault: Exception | None = None
     _moved: asyncio.Future[None] | None = None
-    """Done when there is a call, a reply or a fault. Set while `_carry_out` waits for one of them."""
+    """Completed when there is a call, a reply or a fault. Set while `_carry_out` waits for one of them."""
 
     def __init__(self, plane: Plane, operation: TritonOperation, method: str, metadata: Metadata) -> None:
         super().__init__(plane, Target(operation))
@@ -137,8 +139,8 @@ class GrpcCall(ProxiedRequest):
         return reply.message
 
     async def unread(self, _stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        """Answer a call that needs no token, without reading its message: the library would keep as much of a
-        message as comes. Messages of health checks are empty, or name a service, which Triton ignores."""
+        """Answer a call that needs no token, without reading its message: the library would keep a message of
+        any size in memory. Messages of health checks are empty, or name a service, which Triton ignores."""
         await context.write(await self.unary(b"", context))
 
     async def refused(
@@ -148,7 +150,8 @@ class GrpcCall(ProxiedRequest):
         await self._fail(problem, context)
 
     def origin(self) -> tuple[str, Iterable[bytes]]:
-        """The library writes `ipv4:127.0.0.1:5000`, or `ipv6:%5B::1%5D:5000`."""
+        """Return the address of the client and the values of X-Forwarded-For. The library writes an address
+        as `ipv4:127.0.0.1:5000` or `ipv6:%5B::1%5D:5000`."""
         peer = unquote(self._context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
         metadata = self._context.invocation_metadata() or ()
         forwarded = (value for name, value in metadata if name == FORWARDED_FOR.decode())
@@ -163,7 +166,7 @@ class GrpcCall(ProxiedRequest):
         await context.abort(status, detail, self._signed(()))
 
     def _look_into(self, message: bytes) -> None:
-        """Read a message on whose contents the rights that the call needs depend. Raises Problem."""
+        """Check the rights that depend on the contents of the message. Raises Problem."""
         operation = self._operation
         if operation.sets and not changes_settings(message):
             self.target = self.target._replace(operation=replace(operation, fan_out=None))
@@ -189,9 +192,9 @@ class GrpcCall(ProxiedRequest):
             self._report_dead()
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the client's own deadline; None if it has none."""
-        left: float | None = self._context.time_remaining()
-        return left
+        """Return the seconds until the client's own deadline; None if the client has set none."""
+        seconds: float | None = self._context.time_remaining()
+        return seconds
 
     def _must_see_body(self) -> bool:
         return False  # The message comes as a whole, and `_look_into` has checked it.
@@ -261,7 +264,7 @@ class GrpcCall(ProxiedRequest):
         self.on_reply(replies[0]._replace(message=merged))
 
     async def _ask_one(self, server: Server, message: bytes, seconds: float | None) -> CallReply:
-        """Ask one server and note how it went. Raises CallFailed."""
+        """Ask one server, and note whether it answered. Raises CallFailed, Problem."""
         assert server.calls is not None
         server.in_flight += 1
         try:

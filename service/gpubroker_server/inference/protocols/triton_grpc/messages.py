@@ -1,4 +1,5 @@
-"""Reading of messages over gRPC: the model, settings and files in requests, and the answers to be merged.
+"""Read messages over gRPC: the model, the settings and the files in requests, and the answers that are
+merged.
 
 A message that may hold tensors is not parsed: its fields are scanned, and only the names are copied.
 """
@@ -42,9 +43,10 @@ def error_in(answer: bytes) -> str:
 
 
 def last_bytes(message: bytes, number: int) -> bytes:
-    """Return the last field of this number that holds bytes: protobuf's parsers take the last one. Returns
-    empty bytes if there is none, or if the bytes are no message: the server will say so."""
-    found = (0, 0)
+    """Return the value of the last field with this number that holds bytes; protobuf's parsers take the last
+    one, too. Returns empty bytes if there is none, or if `message` is no message, which the server will
+    refuse."""
+    span = (0, 0)
     offset, end = 0, len(message)
     try:
         while offset < end:
@@ -58,11 +60,11 @@ def last_bytes(message: bytes, number: int) -> bytes:
             if offset + length > end:
                 return b""
             if kind == _BYTES and key >> 3 == number:
-                found = offset, offset + length
+                span = offset, offset + length
             offset += length
     except (KeyError, IndexError):
         return b""
-    return message[slice(*found)]
+    return message[slice(*span)]
 
 
 def _varint(message: bytes, offset: int) -> tuple[int, int]:
@@ -89,8 +91,8 @@ def changes_settings(message: bytes) -> bool:
 
 
 def brings_files(message: bytes) -> bool:
-    """Return True if a RepositoryModelLoadRequest may bring files. Of several keys of one parameter each is
-    checked; bytes that are no message, and parameters of another type, may bring files."""
+    """Return True if a RepositoryModelLoadRequest may bring files. If a parameter has several keys, each is
+    checked. Bytes that are no message, and parameters of another type, may bring files."""
     try:
         load = messages.LoadParameters.FromString(message)
     except DecodeError:
@@ -123,15 +125,16 @@ def merged_replies(how: FanOut, replies: Sequence[bytes]) -> bytes:
 
 
 def _as_dict(message: Any) -> dict[str, Any]:
-    """Return the fields that are set. Numbers stay numbers; protobuf's own JSON writes some as text."""
-    found: dict[str, Any] = {}
+    """Return the fields that are set. Numbers stay numbers, whereas protobuf's own JSON writes some as
+    text."""
+    values: dict[str, Any] = {}
     for field, value in message.ListFields():
         if field.message_type is None:
-            found[field.name] = value
+            values[field.name] = value
         elif field.message_type.GetOptions().map_entry:
-            found[field.name] = {key: _as_dict(entry) for key, entry in value.items()}
+            values[field.name] = {key: _as_dict(entry) for key, entry in value.items()}
         elif hasattr(value, "ListFields"):
-            found[field.name] = _as_dict(value)
+            values[field.name] = _as_dict(value)
         else:
-            found[field.name] = [_as_dict(entry) for entry in value]
-    return found
+            values[field.name] = [_as_dict(entry) for entry in value]
+    return values

@@ -16,11 +16,11 @@ from gpubroker_server.inference.protocols.triton_grpc.calls import GrpcCall
 from gpubroker_server.inference.protocols.triton_grpc.streams import IDLE_SECONDS, GrpcStream
 
 _MOST_MESSAGE_BYTES: Final = 2**31 - 1
-"""The largest bound on messages that the library takes: it counts in 32 bits."""
+"""The largest bound on the size of messages that the library takes, which counts in 32 bits."""
 
 _OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
-    # With it, a port that another process uses would be taken for a free one.
+    # With SO_REUSEPORT, a port that another process uses would be taken for a free one.
     ("grpc.so_reuseport", 0),
     # Without keepalive, calls of clients that are no longer there would stay for ever.
     ("grpc.keepalive_time_ms", 60_000),
@@ -33,10 +33,10 @@ _TO_US: Final = frozenset({"authorization", "user-agent", IDEMPOTENT, *QUEUE_HEA
 
 
 class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
-    """Sees each call before any message of it is read: a refused client has sent nothing but a head."""
+    """Handles each call before any of its messages is read: a refused client has sent nothing but a head."""
 
     def __init__(self, plane: Plane, idle_seconds: Seconds = IDLE_SECONDS) -> None:
-        """`idle_seconds`: time for which a stream keeps its slot after its last answer."""
+        """`idle_seconds` is the time for which a stream keeps its slot after its last answer."""
         self._plane = plane
         self._idle_seconds = idle_seconds
 
@@ -48,16 +48,16 @@ class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
             unknown = GrpcCall(self._plane, operation, details.method, metadata)
             return grpc.stream_stream_rpc_method_handler(unknown.unknown)
         # perf_analyzer sends the space after the colon, which HTTP/1.1 would have removed.
-        given = None if token is None else token.strip().encode("latin-1", "replace")
+        authorization = None if token is None else token.strip().encode("latin-1", "replace")
         if operation.is_stream:
             call: GrpcCall = GrpcStream(
-                self._plane, operation, details.method, metadata, given, self._idle_seconds
+                self._plane, operation, details.method, metadata, authorization, self._idle_seconds
             )
         else:
             call = GrpcCall(self._plane, operation, details.method, metadata)
         try:
             if operation.scope is not None:
-                call.identity = self._plane.authorize(operation.scope, operation.name, given)
+                call.identity = self._plane.authorize(operation.scope, operation.name, authorization)
                 call.wish = self._plane.lanes.wish_in(call.identity, *map(to_us.get, QUEUE_HEADERS))
                 if (idempotent := to_us.get(IDEMPOTENT)) is not None:
                     call.is_idempotent = idempotent_in(idempotent)
@@ -84,7 +84,8 @@ class GrpcPort:
         most_message_bytes: int,
         limits: ServiceLimits,
     ) -> None:
-        """`most_message_bytes`: a longer message is refused with RESOURCE_EXHAUSTED before it is read."""
+        """`most_message_bytes` is the longest message; a longer one is refused with RESOURCE_EXHAUSTED before
+        it is read."""
         options = (
             ("grpc.max_receive_message_length", min(most_message_bytes, _MOST_MESSAGE_BYTES)),
             ("grpc.max_metadata_size", limits.head_bytes),
@@ -107,5 +108,5 @@ class GrpcPort:
         await self._server.start()
 
     async def close(self, most_seconds: float) -> None:
-        """Take no more calls. Calls under way may continue for `most_seconds`."""
+        """Refuse new calls. Calls under way may continue for `most_seconds`."""
         await self._server.stop(most_seconds)

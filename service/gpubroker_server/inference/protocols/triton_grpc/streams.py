@@ -1,4 +1,5 @@
-"""Streams over gRPC. A stream has a slot of its model while an answer is owed; none while nothing passes."""
+"""Streams over gRPC. A stream has a slot of its model while the server owes an answer, and none while it is
+idle."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -34,26 +35,28 @@ IDLE_SECONDS: Final = Seconds(5.0)
 
 
 class GrpcStream(GrpcCall):
-    """A client's stream, which is several streams to servers, one after the other.
+    """A client's stream, which is served by several streams to servers, one after the other (turns).
 
-    A stream to a server begins with a message, at the server where the message belongs, when the model is
-    there and has a slot. It ends when nothing has passed for a while and each message has an answer: our side
-    closes it, and the slot is given back once the server has closed its side. A decoupled model may answer a
-    message many times, and it alone knows whether it is done; in this order it keeps the slot until then.
+    A stream to a server begins with a message, at the server that has the message's model, once the model has
+    a free slot. It ends when each message has an answer and nothing has passed for `idle_seconds`: the
+    service closes its side, and gives the slot back once the server has closed its own. A decoupled model may
+    answer a message many times, and only the model knows whether it is done; it keeps the slot until its
+    server has closed the stream.
 
-    The first message of such a stream is sent again by the rules of a single request, as long as no other has
-    followed it and it has no answer. Once there are several, a server may have carried out some of them.
+    The first message of a stream to a server may be sent again by the rules of a single request, as long as
+    it has no answer and no other message has followed. Of several messages the server may have carried out
+    some.
     """
 
     _turn: "_Turn | None" = None
-    """The open stream to a server; None between two."""
+    """The open stream to a server; None while there is none."""
     _sending: "asyncio.Task[None]"
     _has_begun = False
-    """True once a server was asked."""
+    """True once a stream to a server has been opened."""
     _has_head = False
     """True once the client has the metadata that come before the first answer."""
     _last: Metadata = ()
-    """The metadata of the server that end the client's stream."""
+    """The trailing metadata of the last server, which end the client's stream."""
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class GrpcStream(GrpcCall):
         authorization: bytes | None,
         idle_seconds: Seconds,
     ) -> None:
-        """`authorization`: the header with the client's token."""
+        """`authorization` is the header with the client's token."""
         super().__init__(plane, operation, method, metadata)
         self._authorization = authorization
         self._idle_seconds = idle_seconds
@@ -117,7 +120,7 @@ class GrpcStream(GrpcCall):
             await self._turn.end()
 
     async def _take_slot(self, message: bytes) -> None:
-        """Wait until the model of the message is there and has a slot. Raises Problem."""
+        """Wait until the message's model is in memory and has a slot. Raises Problem."""
         self.plane.requests.enter(self._tenant, self)
         self.target = target_of(self._operation, message)
         self.lane_entry = None
@@ -194,9 +197,9 @@ class GrpcStream(GrpcCall):
             await self._context.send_initial_metadata(first)
 
     async def _sent_elsewhere(self, turn: "_Turn", failed: CallFailed | None) -> bool:
-        """Send the only message of the turn again if that is safe, as a single request is. `failed`: how the
-        call has ended; None if the server has answered that it does not have the model. Returns False if the
-        message is not sent again. Raises Problem."""
+        """Send the only message of the turn again if a single request might be sent again. Returns False if
+        the message is not sent again. `failed` is the failure of the call; None if the server has answered
+        that it does not have the model. Raises Problem."""
         # Messages that the client sends meanwhile wait for the server that is found.
         async with turn.moving:
             if turn.only is None:
@@ -225,8 +228,8 @@ class GrpcStream(GrpcCall):
         return server
 
     async def _server_after_denial(self, turn: "_Turn", message: bytes) -> Server | None:
-        """Return the server that gets a message after one has denied that it has the model, in the order of
-        `_ask_again`. Raises Problem."""
+        """Return the server that gets a message after another has denied that it has the model, in the order
+        of `ProxiedRequest._ask_again`. Raises Problem."""
         fleet, residencies = self.plane.fleet, self.plane.residencies
         if self._returns >= MOST_RETURNS:
             return None
@@ -272,19 +275,20 @@ class GrpcStream(GrpcCall):
 
 
 class _Turn:
-    """A stream to one server, or to the next one if the first has done nothing. It counts in the server's
-    `in_flight` until it has ended."""
+    """A stream to one server, or to the next one if the first has done nothing. The stream counts in the
+    server's `in_flight` until it has ended."""
 
     reading: "asyncio.Task[None]"
 
     def __init__(self, server: Server, call: CallStream, most_kept_bytes: int) -> None:
-        """`most_kept_bytes`: a longer message is not sent again."""
+        """`most_kept_bytes` is the size of the longest message that may be sent again."""
         self.server = server
         self.call = call
         self.is_ending = False
-        """True once nothing has passed for a while: no more messages are sent."""
+        """True once nothing has passed for `idle_seconds`: no more messages are sent."""
         self.only: bytes | None = None
-        """The message that may be sent again: the first one, until it has an answer or another follows."""
+        """The message that may be sent again: the first one, until it has an answer or another message
+        follows."""
         self.moving = asyncio.Lock()
         """Held while a message is written, and while another server is looked for."""
         self._most_kept_bytes = most_kept_bytes
@@ -292,8 +296,8 @@ class _Turn:
         self._has_ended = False
         """True once the client has no more messages."""
         self._owed = 0
-        """Number of messages without an answer, if each gets one. Negative for a model that answers more
-        often."""
+        """The number of messages without an answer, if each message gets one. Negative after surplus
+        answers."""
         self._active_at = asyncio.get_running_loop().time()
         server.in_flight += 1
 
@@ -312,14 +316,14 @@ class _Turn:
             await self.call.end()
 
     def leave_server(self) -> None:
-        """Give up the call. Only the first time counts."""
+        """Give up the call. Later calls do nothing."""
         self.call.cancel()
         if self._is_counted:
             self.server.in_flight -= 1
             self._is_counted = False
 
     async def send_again(self, server: Server, call: CallStream, message: bytes) -> None:
-        """Go on at another server. The lock is held."""
+        """Continue at another server. The caller holds `moving`."""
         self.server, self.call = server, call
         server.in_flight += 1
         self._is_counted = True

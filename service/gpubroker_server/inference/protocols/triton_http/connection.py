@@ -1,4 +1,5 @@
-"""The server's connections with the data plane in front. A request under /v2 never becomes an ASGI request.
+"""The connections of the HTTP server. A request under /v2 goes to the data plane and never becomes an ASGI
+request.
 
 Requests of both kinds may come on one connection and are answered in the order in which they came. ADR 96
 lists the parts of uvicorn that this relies on.
@@ -20,11 +21,12 @@ from gpubroker_server.inference.protocols.triton_http.exchange import HttpExchan
 from gpubroker_server.inference.protocols.triton_http.heads import ClientHead, client_head
 
 WRITE_BUFFER_BYTES = 1024 * 1024
-"""Most bytes of an answer that may wait for the client before the model server is paused."""
+"""The most bytes of an answer that may wait for the client before the model server is paused."""
 
 
 class ParsedText(NamedTuple):
-    """A head as it came, and as it was parsed. Most clients send the same bytes again and again."""
+    """The bytes of a head, and the head that was parsed from them. Most clients send the same bytes again and
+    again."""
 
     text: bytes
     head: ClientHead
@@ -38,17 +40,17 @@ class InferenceConnection(LimitedConnection):
         self._is_ours: bool | None = None
         """True if the incoming request is under /v2; None if too little of it has come to tell."""
         self._offers_upgrade = False
-        """True if the incoming request is ours and offers to change the protocol."""
+        """True if the incoming request is under /v2 and offers to change the protocol."""
         self._incoming: HttpExchange | None = None
         """The request under /v2 that is coming in."""
         self._current: HttpExchange | None = None
         """The request under /v2 that is being answered."""
         self._unparsed_bytes = 0
-        """Number of bytes of a body that are yet to come and are passed on without being parsed."""
+        """The number of bytes of a body that are yet to come and are passed on without being parsed."""
         self._heads = 0
         """Number of heads that were parsed in one reading."""
         self._parsed: ClientHead | None = None
-        """The head that was parsed last, if an equal one may skip the parser."""
+        """The head that was parsed last, if an equal head may skip the parser."""
         self._known: ParsedText | None = None
         """The head that skips the parser when it comes again."""
 
@@ -228,8 +230,8 @@ class InferenceConnection(LimitedConnection):
         self.transport.abort()
 
     def _decide(self) -> None:
-        """Decide by the path, which is complete, whether the request is ours. If it is not, uvicorn gets it
-        from its beginning."""
+        """Decide by the path, which is complete, whether the request is under /v2. If it is not, uvicorn gets
+        the request from its beginning."""
         url = self.url
         self._is_ours = is_triton_path(url)
         if not self._is_ours:
@@ -249,47 +251,48 @@ class InferenceConnection(LimitedConnection):
             self._end_unparsed()
 
     def _take_unparsed(self, data: bytes) -> bytes:
-        """Pass bytes of a body of known length on, past the parser. Returns the bytes behind the body."""
+        """Pass on the bytes of a body of known length without the parser. Returns the bytes behind the
+        body."""
         self._unset_keepalive_if_required()
         incoming = self._incoming
         assert incoming is not None
         rest = data[self._unparsed_bytes :]
-        mine = data[: self._unparsed_bytes] if rest else data
-        self._unparsed_bytes -= len(mine)
-        incoming.on_request_body(mine)
+        body = data[: self._unparsed_bytes] if rest else data
+        self._unparsed_bytes -= len(body)
+        incoming.on_request_body(body)
         if not self._unparsed_bytes:
             self._end_unparsed()
         return rest
 
     def _end_unparsed(self) -> None:
-        """End a body that went past the parser."""
+        """End a body that was passed on without the parser."""
         # A parser that has seen the head still waits for the body, so a new one begins after it.
         if not self._is_between:
             self.parser = HttpRequestParser(self)
         self.on_message_complete()
 
     def _remember(self, data: bytes) -> None:
-        """Keep the head of the one request in `data`, if `data` has nothing else."""
+        """Remember the head of the request in `data`, if `data` is exactly one request."""
         parsed = self._parsed
         if parsed is not None:
-            # A head whose lines end otherwise fails this comparison and is not kept.
+            # A head whose lines do not end in CR LF fails this comparison and is not kept.
             end = data.find(b"\r\n\r\n") + 4
             if len(data) == end + (parsed.body_bytes or 0):
                 self._known = ParsedText(data[:end], parsed)
 
-    def _take_known(self, known: ParsedText, data: bytes) -> bytes:
-        """Begin a request whose head needs no parsing. The parser sees nothing of the request and stays
-        between two requests. Returns the bytes that follow the head."""
+    def _take_known(self, parsed: ParsedText, data: bytes) -> bytes:
+        """Begin a request whose head was parsed before. The parser gets nothing of the request, and still
+        expects a new one. Returns the bytes that follow the head."""
         self._unset_keepalive_if_required()
-        self._begin_request(known.head, True, True)
-        self._unparsed_bytes = known.head.body_bytes or 0
+        self._begin_request(parsed.head, True, True)
+        self._unparsed_bytes = parsed.head.body_bytes or 0
         if not self._unparsed_bytes:
             self.on_message_complete()
-        return data[len(known.text) :]
+        return data[len(parsed.text) :]
 
 
 def in_front_of(plane: Plane, port: Connections) -> type[InferenceConnection]:
-    """Return the class of which uvicorn makes one protocol per connection."""
+    """Return the class that uvicorn instantiates for each connection."""
 
     class Connection(InferenceConnection):
         pass

@@ -48,9 +48,9 @@ log = structlog.get_logger("gpubroker.inference")
 DRAIN_SECONDS: Final = 5.0
 DRAIN_BYTES: Final = 64 * 1024 * 1024
 DRAIN_STRANGER_BYTES: Final = 1024 * 1024
-"""Bounds on what is read from a refused client that still sends, before it is answered. Most clients send
-everything before they read, so an earlier answer would not reach them. From a client without a valid token
-less is read."""
+"""Bounds on what is read from a refused client that still sends, before it is answered: most clients send
+everything before they read, so an earlier answer would not reach them. Less is read from a client without a
+valid token."""
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -60,7 +60,7 @@ _UNKNOWN_MODEL: Final = (404, 503)
 """Statuses with which Triton denies a model that it does not have; 503 if the request names a version."""
 
 _LONGEST_MESSAGE_BYTES: Final = 4096
-"""The longest error message of Triton that is read here."""
+"""The longest error message of Triton that is read, in bytes."""
 
 _NOT_FOR_MERGING: Final = frozenset({b"accept-encoding", b"if-none-match", b"if-modified-since", b"range"})
 """Headers of clients that are dropped from a request to several servers: with them, answers could not be
@@ -75,7 +75,7 @@ class Client(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """True if the client takes no more for now. `resume_answer` is called when it does."""
+        """True if the client takes no more bytes for now. `resume_answer` is called once it takes more."""
         ...
 
     def write(self, parts: Sequence[bytes]) -> None:
@@ -106,15 +106,17 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     """The time at which the turn of the request came on its connection; 0 before that."""
     _status = 0
     _seen_bytes = 0
-    """Number of bytes of the body that have come."""
+    """The number of bytes of the body that have come."""
     _sends_chunks = False
     _is_error = False
     """True if the body of the answer may say that the model's process is gone."""
     _held_head: tuple[int, Sequence[Header], int | None] | None = None
-    """The head of an answer that may say that the model has left. It is held back until its body is there."""
+    """The head of an answer that may say that the model has left. The head is held back until its body has
+    come."""
     _held_body = b""
     _unauthorized = 0
-    """The status with which the server refuses the service itself, whose answer is not passed on."""
+    """The status with which the server refuses the service's own credentials; 0 if it does not. This answer
+    is not passed on."""
     _refusal: Problem | None = None
     """The problem with which the request will be answered."""
     _giving_up: asyncio.TimerHandle | None = None
@@ -138,7 +140,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         self._method = head.passed_on.method
         self._takes_chunks = takes_chunks
         self._out: list[bytes] = []
-        """The parts of the answer that are written at the end of one reading."""
+        """The parts of the answer that are written together once the server's bytes have been read."""
         if head.encoding:
             self._inflation = Inflation(self, head.encoding, plane.most_body_bytes)
 
@@ -197,7 +199,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             self._inflation.add(data)
 
     def _check_chunks(self) -> None:
-        """Check the size of a body in chunks, whose length shows only when it comes. Raises Problem."""
+        """Check the size of a body in chunks, whose length is known only once it has come. Raises Problem."""
         check_size(self.plane, self.target.operation, self._seen_bytes)
 
     def on_request_end(self) -> None:
@@ -315,8 +317,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         self._end(Move.FINISH)
 
     def _on_unauthorized(self) -> None:
-        """The server has answered as if the service were a stranger. For the client that is no word about its
-        own token."""
+        """Retry or refuse a request for which the server did not accept the service's own credentials. The
+        server's answer is not passed on, because the client would take it for a verdict on its own token."""
         server, why = self.server, f"it answered {self._unauthorized}"
         self._unauthorized = 0
         assert server is not None
@@ -353,8 +355,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         head, body = self._head.passed_on, b"".join(self._body.pieces)
         mergeable = [header for header in head.headers if header[0].lower() not in _NOT_FOR_MERGING]
         head = head._replace(headers=mergeable)
-        found = await ask_all(servers, how, lambda server: self._fetch(server, head, body))
-        answer = merged_response(how, found, servers)
+        answers = await ask_all(servers, how, lambda server: self._fetch(server, head, body))
+        answer = merged_response(how, answers, servers)
         headers = [header for header in answer.headers if header[0].lower() != b"content-length"]
         self.on_head(answer.status, headers, len(answer.body))
         self.on_body(answer.body)
@@ -363,25 +365,25 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     async def _fetch(self, server: Server, head: RequestHead, body: bytes) -> Fetched:
         """Ask one server for a whole answer, and note whether it answered. Raises Problem."""
         try:
-            found = await server.backend.fetch(head, body, FAN_OUT_SECONDS)
+            answer = await server.backend.fetch(head, body, FAN_OUT_SECONDS)
         except NotFetched as failed:
-            # A silent server may be healthy: all its connections may be in use.
+            # A silent server may be healthy, because all its connections may be in use.
             if failed.trouble is not Trouble.SILENT:
                 server.http.failed(failed.trouble, str(failed))
             raise problem_of(failed.trouble, server.name, str(failed)) from None
         server.http.answered()
-        if found.status in UNAUTHORIZED_STATUSES:
-            why = f"it answered {found.status}"
+        if answer.status in UNAUTHORIZED_STATUSES:
+            why = f"it answered {answer.status}"
             server.http.refused(why)
             raise problem_of(Trouble.UNAUTHORIZED, server.name, why)
-        if self.target.operation.unloads and found.status == _OK:
+        if self.target.operation.unloads and answer.status == _OK:
             server.note_unload(self.target.model)
-        return found
+        return answer
 
     # Refusals, and the end of the exchange.
 
     def refuse(self, fault: Exception) -> None:
-        """Answer with the fault once the body has come, or as much of it as is read (DRAIN_BYTES)."""
+        """Answer with the fault once the body has come, or DRAIN_BYTES of it."""
         if self.state is State.ANSWERING:
             self._cut_off()
             return
@@ -399,7 +401,8 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         self._drain()
 
     def _cut_off(self) -> None:
-        """Close the connection in the middle of an answer: nothing else tells the client of the failure."""
+        """Close the connection in the middle of an answer, which is the only way to tell the client of the
+        failure."""
         self.close(Move.FAIL)
         self._client.cut_off()
 
@@ -419,7 +422,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         if problem is None or self.response_complete:
             return
         status, headers, body = rendered(problem, self.request_id)
-        # What is left of a body would be taken for the next request.
+        # The rest of a body would be taken for the next request.
         self.keep_alive = self.keep_alive and self.is_complete
         self._write_head(status, headers, len(body))
         if self._method != b"HEAD":
@@ -457,7 +460,7 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
 
 
 def _error_in(body: bytes) -> str:
-    """Return the text of an error of Triton, or an empty text for another body. Triton writes errors as JSON,
+    """Return the message of an error of Triton; empty for any other body. Triton writes errors as JSON,
     whatever the content type says."""
     head, tail = b'{"error":"', b'"}'
     if not (body.startswith(head) and body.endswith(tail)):

@@ -33,13 +33,13 @@ _TO_US: Final = frozenset(
 """Headers that are for the client's connection or for the service. All others are passed on as they came."""
 
 _PLAIN_CONNECTIONS: Final = frozenset({b"", b"close", b"keep-alive"})
-"""Values of the header Connection that name no other header. Headers that it names belong to the connection
-and are not passed on (RFC 9110, 7.6.1)."""
+"""Values of the header Connection that name no other header. Headers that Connection names belong to the
+connection and are not passed on (RFC 9110, 7.6.1)."""
 
 
 class ClientHead(NamedTuple):
-    """The head of a request over HTTP, with its meaning. Clients send equal heads again and again, so all
-    that follows from a head alone is worked out once."""
+    """The head of a request over HTTP, with its meaning. Clients send equal heads again and again, so
+    everything that depends on the head alone is computed once."""
 
     target: Target
     passed_on: RequestHead

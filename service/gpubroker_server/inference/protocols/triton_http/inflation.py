@@ -18,8 +18,8 @@ _STEP_BYTES: Final = 1024 * 1024
 
 
 def inflating(encodings: Sequence[bytes]) -> bytes:
-    """Return the values of the header Content-Encoding, joined, if Triton might inflate one of them.
-    Otherwise return no bytes: Triton itself refuses other encodings."""
+    """Return the values of the header Content-Encoding, joined, if Triton might inflate one of them. Returns
+    no bytes otherwise: Triton itself refuses other encodings."""
     joined = b", ".join(encoding for encoding in encodings if encoding != b"identity")
     return joined if any(encoding in joined for encoding in ENCODINGS) else b""
 
@@ -45,8 +45,8 @@ class Sink(Protocol):
 
 
 class Inflation:
-    """Passes a compressed body on to a sink, piece by piece, and counts its inflated bytes first. It counts
-    in a thread, because one piece may take a second to inflate."""
+    """Passes a compressed body on to a sink, piece by piece, after counting the inflated bytes of each piece.
+    The bytes are counted in a thread, because one piece may take a second to inflate."""
 
     def __init__(self, sink: Sink, encoding: bytes, most_bytes: int) -> None:
         self.has_ended = False
@@ -67,7 +67,7 @@ class Inflation:
             self._task = asyncio.ensure_future(self._pass_on())
 
     def end(self) -> bool:
-        """Note that all of the body has come. Return True if all of it has been passed on; otherwise the
+        """Note that all of the body has come. Returns True if all of it has been passed on; otherwise the
         sink's `on_inflated` will be called."""
         self.has_ended = True
         return self._task is None
