@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from gpubroker.transport.exchange import Steps
 
 SHOWN_ID_LENGTH = 8
-"""Tables show this many characters from the end of an id; as many must be typed."""
+"""The number of characters from the end of an id that tables show; a person must type at least as many."""
 TASKS_SEARCHED = 2000
 UNFINISHED = ("pending", "admitted", "running", "stopping")
 
@@ -30,12 +30,13 @@ def is_whole_id(word: str) -> bool:
 
 
 def is_part_of_id(word: str) -> bool:
-    """Fewer characters than lists show could match the task of another person."""
+    """True if the word is long enough to be a part of an id. A shorter one could match the task of another
+    person."""
     return len(word.removeprefix(_PREFIX)) >= SHOWN_ID_LENGTH
 
 
 def matches(id: str, word: str) -> bool:
-    """True if the word is long enough, and is the beginning or the end of this id."""
+    """True if the word is long enough, and is the beginning or the end of `id`."""
     part = word.removesuffix(_CUT)
     return is_part_of_id(part) and (id.startswith((part, f"{_PREFIX}{part}")) or id.endswith(word))
 
@@ -46,7 +47,7 @@ def is_cut(word: str) -> bool:
 
 
 def begins_as_cut(name: str | None, word: str) -> bool:
-    """True if `word` is this name as a list has cut it short."""
+    """True if `word` is the name `name` as a list has cut it short."""
     return is_cut(word) and name is not None and name.startswith(word.removesuffix(_CUT))
 
 
@@ -57,7 +58,7 @@ def no_such_id(word: str) -> str:
 
 
 def only(found: Sequence[str], word: str, if_none: str) -> str:
-    """Return the only id that was found. Raises Refused if there is none, or more than one."""
+    """Return the only id in `found`. Raises Refused if there is none, or more than one."""
     if not found:
         raise Refused(if_none, code="not-found")
     if len(found) > 1:
@@ -67,12 +68,13 @@ def only(found: Sequence[str], word: str, if_none: str) -> str:
 
 
 def find_task(ask: Ask, word: str, *, to_change: bool) -> "Steps[str]":
-    """Return the id of the task that is meant. Raises Refused.
+    """Return the id of the task that `word` means. Raises Refused if there is no such task, or more than one.
 
-    A name means the one unfinished task that has it, and ended ones only if there is none. It goes before a
-    part of an id; for a change, a word may not be both. Each load of a model is a task with the model's name:
-    the newest of its ended ones is meant. All workers of an array or a worker set have its name, which means
-    the whole. Where the tenant of the token has no such task, an admin means one of another tenant.
+    A name means the one unfinished task that has it; ended tasks count only if there is no unfinished one. A
+    name takes precedence over a part of an id, but for a change a word that is both is refused. Each load of
+    a model is a task with the model's name: of its ended loads the newest is meant. All workers of an array
+    or a worker set have the name of the array or the set, and the name means all of it. If the tenant of the
+    token has no such task, an admin's word may mean a task of another tenant.
     """
     if is_whole_id(word):
         return word
@@ -81,8 +83,8 @@ def find_task(ask: Ask, word: str, *, to_change: bool) -> "Steps[str]":
 
 
 def own_or_any(find: Callable[..., "Steps[list[str]]"]) -> "Steps[list[str]]":
-    """Return what is found in the token's own tenant, else in all tenants if the token may see them. `find`
-    takes the tenant's name, or `*` for all, as `tenant`."""
+    """Return what `find` finds in the token's own tenant, else in all tenants if the token may see them.
+    `find` takes the argument `tenant`: the tenant's name, or `*` for all."""
     if found := (yield from find()):
         return found
     try:
@@ -123,8 +125,8 @@ def _named(ask: Ask, **selection: str) -> "Steps[list[Any]]":
 
 
 def _whole_of(tasks: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the id of the array or the worker set that all these are workers of. Each worker has the name of
-    the whole, and its id as a label."""
+    """Return the id of the array or the worker set if all these tasks are workers of one. Each worker has the
+    name of its array or set, and its id as a label."""
     for label in ("array", "worker_set"):
         wholes = {task.get("labels", {}).get(label) for task in tasks}
         if len(wholes) == 1 and None not in wholes:

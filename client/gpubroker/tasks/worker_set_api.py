@@ -19,7 +19,7 @@ from gpubroker.wire.worker_sets import WorkerSet
 
 
 class WorkerSetOptions(SubmitOptions, total=False):
-    """The keyword arguments of `create_worker_set`. All may be left out. Resources are those of one
+    """The keyword arguments of `create_worker_set`. All may be left out. The resources are those of one
     worker."""
 
     count: int
@@ -27,16 +27,18 @@ class WorkerSetOptions(SubmitOptions, total=False):
     min_count: int
     """The least number of workers. Default: `count`."""
     max_count: int
-    """The set gets so many places, each a task, and never more. Default: `count`."""
+    """The most workers that the set may have. A task is created for each of them. Default: `count`."""
     scale: Mapping[str, Any]
-    """The signal that the number follows: `{"by": "calls", "target": 8}`; `by` is calls, cpu or signal."""
+    """The signal that the number of workers follows: `{"by": "calls", "target": 8}`; `by` is calls, cpu or
+    signal."""
     health: Mapping[str, Any]
     """The check of a worker's health: `{"method": "check_health", "period_seconds": 10}`. An unhealthy worker
     is restarted."""
     start_timeout_seconds: float
-    """A worker that has not made its objects within this time has failed to start. Default: 3600."""
+    """The longest time in which a worker may make its objects; after it, the worker has failed to start.
+    Default: 3600."""
     max_restarts: int
-    """The restarts of one worker after failures. Default: no limit."""
+    """The largest number of restarts of one worker after failures. Default: no limit."""
     colocate_with: Mapping[str, Any]
     """Further roles in the same process: `{"judge": {"run": {"entrypoint": "team.roles:Judge"}, "gpu_mb":
     4096}}`. A worker gets the maximum of what the roles need."""
@@ -68,14 +70,14 @@ class WorkerSetApi(Operations):
 
     @operation
     def worker_set(self, workers: AnyWorkerSet) -> Steps[WorkerSet]:
-        """Return the set as it is now."""
+        """Return the worker set as it is now."""
         return decode(WorkerSet, (yield from self._ask("GET", _path(workers))))
 
     @listing
     def worker_sets(self, *, sort: str | None = None) -> Pages[WorkerSet]:
-        """Yield the sets that are not over, oldest first, fetched page by page as they are used. `sort`:
-        created (the default) or count; with a `-` before it, the latest or those that want most workers
-        first."""
+        """Yield the worker sets that have not ended, oldest first, fetched page by page as they are used.
+        `sort` is created (the default) or count; a `-` before it puts the latest, or the sets that want the
+        most workers, first."""
         return self._pages(WorkerSet, "/worker-sets", sort=sort)
 
     @operation
@@ -87,19 +89,19 @@ class WorkerSetApi(Operations):
         min_count: int | None = None,
         max_count: int | None = None,
     ) -> Steps[WorkerSet]:
-        """Change how many workers are wanted. Workers that leave finish their calls first."""
+        """Change how many workers the set keeps. Workers that leave finish their calls first."""
         asked = {"count": count, "min_count": min_count, "max_count": max_count}
         body = {name: value for name, value in asked.items() if value is not None}
         return decode(WorkerSet, (yield from self._ask("PATCH", _path(workers), body)))
 
     @operation
     def signal_worker_set(self, workers: AnyWorkerSet, value: float) -> Steps[WorkerSet]:
-        """Tell a set that scales by `signal` the number that it follows, such as the length of a queue."""
+        """Give a set that scales by `signal` the number that it follows, such as the length of a queue."""
         return decode(WorkerSet, (yield from self._ask("POST", f"{_path(workers)}/signal", {"value": value})))
 
     @operation
     def end_worker_set(self, workers: AnyWorkerSet) -> Steps[WorkerSet]:
-        """Cancel its workers; the set is over when they are gone."""
+        """Cancel the workers of a set; the set has ended when they are gone."""
         return decode(WorkerSet, (yield from self._ask("DELETE", _path(workers))))
 
     @operation
@@ -117,10 +119,10 @@ class WorkerSetApi(Operations):
         """Call a method in one of the workers, and return what it returns.
 
         Arguments and result are pickled, which needs the scope `tasks:code`; with `pickled=False` they are
-        JSON. Arguments that are too large for a request travel as objects, and arrive as they are; a result
-        larger than `limits.result_bytes` is an ObjectRef (in JSON `{"object": id}`). `routing` may be
-        `round_robin`. Sent once. Raises CallFailed if the method raised, if its time was over, or if the
-        worker was lost; Unreachable if no worker is ready in time.
+        JSON. Arguments that are too large for a request are sent as objects, and the method gets the values;
+        a result larger than `limits.result_bytes` is an ObjectRef (in JSON `{"object": id}`). `routing` may
+        be `round_robin`. The call is sent only once. Raises CallFailed if the method raised, if its time was
+        over, or if the worker was lost; Unreachable if no worker is ready in time.
         """
         body: dict[str, Any] = {"method": method, "timeout_seconds": timeout_seconds, "routing": routing}
         body |= {"role": role} if role else {}
@@ -149,7 +151,8 @@ class WorkerSetApi(Operations):
 
 
 class Workers:
-    """The methods of the workers' objects. Arguments by name are those of the method."""
+    """A handle whose methods call those of the workers' objects. Arguments by name are passed to the
+    method."""
 
     def __init__(self, broker: Any, workers: AnyWorkerSet, options: Mapping[str, Any]) -> None:
         self._broker = broker
@@ -168,7 +171,7 @@ class Workers:
 def _call_body(
     body: Mapping[str, Any], method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, pickled: bool
 ) -> bytes:
-    """Return the body of a call of a method. Raises WrongArgument."""
+    """Return the body of a call of a method. Raises WrongArgument if the arguments cannot be sent."""
     given = _arguments(method, args, kwargs, pickled=pickled)
     return json.dumps({**body, **given}, allow_nan=False).encode()
 
@@ -176,7 +179,7 @@ def _call_body(
 def _arguments(
     method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, pickled: bool
 ) -> dict[str, Any]:
-    """Return the arguments as the body has them. Raises WrongArgument."""
+    """Return the fields of the body that hold the arguments. Raises WrongArgument if they cannot be sent."""
     try:
         if pickled:
             return {"pickled": base64.b64encode(cloudpickle.dumps((args, dict(kwargs)))).decode()}
