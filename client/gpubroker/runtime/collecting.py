@@ -31,8 +31,8 @@ class Collected(NamedTuple):
 
 
 def pattern_of(patterns: Sequence[str]) -> re.Pattern[str]:
-    """Return what matches the path of a file that one of the patterns names, or that is below a directory
-    which one names. `*` and `?` stand for characters of one name, `**` for any directories."""
+    """Return an expression for the paths of files that a pattern names, or that are below a directory that a
+    pattern names. `*` and `?` stand for characters of one name, `**` for any directories."""
     return re.compile("|".join(f"(?:{_regex_of(pattern)}(?:/.*)?)" for pattern in patterns), re.DOTALL)
 
 
@@ -103,7 +103,7 @@ class _Collecting:
         while left and (part := file.read(min(left, _PART_BYTES))):
             self._archive.write(part)
             left -= len(part)
-        while left:  # something has made it shorter meanwhile
+        while left:  # the file became shorter meanwhile
             self._archive.write(bytes(min(left, _PART_BYTES)))
             left -= min(left, _PART_BYTES)
         self._archive.write(filling_after(member.size))
@@ -139,7 +139,8 @@ def _open_at(directory: int, name: str, flags: int) -> int:
 
 
 def collect(directory: str, patterns: Sequence[str], limits: ArchiveLimits, archive: BinaryIO) -> Collected:
-    """Write the archive. Raises OSError if the directory cannot be read, or the archive not be written."""
+    """Write the archive of the files that match. Raises OSError if the directory cannot be read, or the
+    archive cannot be written."""
     collecting = _Collecting(patterns, limits, archive)
     top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
