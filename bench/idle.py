@@ -27,7 +27,7 @@ KINDS = {
     "ray::DashboardAgent": "Ray's DashboardAgent",
     "ray::RuntimeEnvAgent": "Ray's RuntimeEnvAgent",
 }
-"""By a part of the command line."""
+"""Kind of process -> a part of the command line by which it is recognized."""
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -49,7 +49,8 @@ def figure(found: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def pss_mb(running: Service) -> dict[str, list[float]]:
-    """Of each process, by kind; of one that is no part of the service as its command line."""
+    """Return the PSS of each process in MiB, by kind. A process that is no part of the service has its
+    command line as its kind."""
     found: dict[str, list[float]] = defaultdict(list)
     for process in processes_of(running):
         command = " ".join(process.cmdline()).strip()
@@ -60,7 +61,8 @@ def pss_mb(running: Service) -> dict[str, list[float]]:
 
 
 def processes_of(running: Service) -> list[psutil.Process]:
-    """The service, the supervisor of its head, whose command names the data directory, and all below them."""
+    """Return the service, the supervisor of its head, whose command names the data directory, and all
+    processes below them."""
     named = [one for one in psutil.process_iter(["cmdline"]) if _names(one, str(running.data_dir))]
     below = [child for root in (running.process, *named) for child in root.children(recursive=True)]
     return list({one.pid: one for one in (psutil.Process(running.process.pid), *named, *below)}.values())

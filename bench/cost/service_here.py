@@ -23,17 +23,18 @@ from bench.http import Target
 
 START_SECONDS = 30.0
 WAIT_SECONDS = 300.0
-"""The virtual time that the client waits for a state."""
+"""The seconds of virtual time that the client waits for a state."""
 
 SELDOM = {"POLICY__SAMPLE_PERIOD_SECONDS": "60", "POLICY__BEAT_SECONDS": "60"}
-"""Nodes are measured less often than by default: whether that falls into the counted time would be chance."""
+"""Settings with which nodes are measured less often than by default, since it would be chance whether a
+measurement falls into the counted time."""
 
 ADDRESS = ("127.0.0.1", 8470)
 
 
 class UnixListener(socket.socket):
-    """A listener that says it has an address of IP. A TCP connection delivers when the kernel has time for
-    it, which the clock of this process could not wait for."""
+    """A Unix socket that reports an IP address as its own. TCP delivers when the kernel has time for it,
+    which the clock of this process could not wait for."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(socket.AF_UNIX)
@@ -45,7 +46,7 @@ class UnixListener(socket.socket):
 
 
 def watch_writer(work: WorkOfThreads) -> None:
-    """Have the clock stand still until the thread that writes to the database has answered."""
+    """Make the clock stand still until the thread that writes to the database has answered."""
     put = writer.Writer.put
 
     def counted_put(it: writer.Writer, works: Sequence[writer.Work]) -> None:
@@ -102,7 +103,7 @@ async def service_here(folder: Path, **settings: str) -> AsyncIterator[ServiceHe
     listener = UnixListener(folder / "http.sock")
     running = begin_in(
         SERVICE, lambda: commands._run(loaded, listener, leads=True)
-    )  # less the choice of a loop
+    )  # without the choice of a loop
     client = await _client_file(folder / "client.json", running)
     reader, writer = await asyncio.open_unix_connection(folder / "http.sock")
     here = ServiceHere(str(client["token"]), reader, writer)
