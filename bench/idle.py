@@ -27,7 +27,7 @@ KINDS = {
     "ray::DashboardAgent": "Ray's DashboardAgent",
     "ray::RuntimeEnvAgent": "Ray's RuntimeEnvAgent",
 }
-"""Kind of process -> a part of the command line by which it is recognized."""
+"""A part of the command line -> the kind of process that has it."""
 
 
 def add_options(parser: ArgumentParser) -> None:

@@ -13,7 +13,7 @@ POOLS: dict[int, Any] = {}
 
 
 class Timed:
-    """One item of so many milliseconds."""
+    """One item that takes `ms` milliseconds of CPU time."""
 
     def __init__(self, ms: float) -> None:
         self._ms = ms
@@ -36,7 +36,7 @@ def with_pool(items: int, ms: float, processes: int, chunk: int) -> list[int]:
 
 
 def with_tasks(items: int, ms: float, processes: int, chunk: int) -> list[int]:
-    """As many at once as there are processes, and one more for each that is ready to start."""
+    """Run as many tasks at once as there are processes, and submit one more whenever one is ready."""
     remote: Any = ray.remote(num_cpus=1)(some)
     starts = list(range(0, items, chunk))
     running: list[Any] = []

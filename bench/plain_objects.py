@@ -14,12 +14,14 @@ READERS: list[Any] = []
 
 class Reader:
     def last(self, refs: list[Any]) -> float:
-        """In a list Ray leaves references alone."""
+        """Read the last element of the array. The reference is in a list because Ray would resolve it as an
+        argument."""
         return last_of(ray.get(refs[0]))
 
 
 def carry_out(mb: int, reads: int) -> tuple[float, float]:
-    """Seconds to store an array and read it once, and to read it again so many times."""
+    """Return the seconds to store an array and read it once, and the seconds to read it `reads` times
+    again."""
     if not READERS:
         remote_class: Any = ray.remote(num_cpus=0)(Reader)
         READERS.append(remote_class.remote())

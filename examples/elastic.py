@@ -35,7 +35,7 @@ def run(broker: Broker, enough: int = 3) -> int:
 
 
 def fit(enough: int, most_steps: int = 1000) -> int:
-    """Runs in the cluster, in each rank. Rank 0 returns how many steps it took."""
+    """Fit a line, in each rank of the task. Rank 0 returns the number of its steps."""
     task = current_task()
     host, port = task.rank_zero_address.rsplit(":", 1)
     if task.rank > 0:
@@ -75,7 +75,7 @@ def lead(server: socket.socket, enough: int, most_steps: int) -> int:
 
 
 def meet(server: socket.socket, others: dict[int, IO[str]]) -> None:
-    """Let go of the ranks that have left, and wait for those that have joined."""
+    """Drop the ranks that have left, and wait for those that have joined."""
     at_work = current_task().accept_world()
     for rank in [rank for rank in others if rank not in at_work]:
         others.pop(rank).close()
@@ -89,7 +89,7 @@ def meet(server: socket.socket, others: dict[int, IO[str]]) -> None:
 
 
 def help_with(leader: IO[str], rank: int) -> int:
-    """Returns in how many steps this rank took part: until rank 0 lets go of it."""
+    """Take part in the fit until rank 0 drops this rank; return the number of steps."""
     write(leader, rank)
     steps = 0
     while line := leader.readline():
@@ -99,7 +99,7 @@ def help_with(leader: IO[str], rank: int) -> int:
 
 
 def gradient(slope: float, offset: float, share: int, shares: int) -> tuple[float, float]:
-    """Sums over every `shares`-th row."""
+    """Return the sums over every `shares`-th row, beginning with row `share`."""
     down = across = 0.0
     for row in range(share, ROWS, shares):
         x = row / ROWS

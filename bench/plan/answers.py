@@ -42,12 +42,12 @@ NOTHING = httpx.ByteStream(b"")
 
 class Answers(Struct, frozen=True):
     seconds: list[float]
-    """CPU time per request."""
+    """The CPU time of each request, in seconds."""
     bytes: list[int]
 
 
 class FrozenClock(Struct, frozen=True):
-    """Always the same time."""
+    """A clock that always says the same time."""
 
     at: Instant
 
@@ -63,7 +63,7 @@ class WorldStore:
         self.rows: list[TokenRow] = []
 
     async def head(self) -> Position:
-        """The World has read all that there is."""
+        """Return the position of the World, which has read the whole log."""
         return self._world.position
 
     async def tokens(self) -> Sequence[TokenRow]:
@@ -130,14 +130,14 @@ class KnownLeader(Struct, frozen=True):
 
 
 class Gateway(Struct, frozen=True):
-    """The app with what it answers from."""
+    """The gateway app and the parts from which it answers."""
 
     world: World
     policy: Policy
     now: Instant
     forecasts: Sequence[Forecast]
     before_each: Callable[[], None]
-    """Called before each request."""
+    """The function that is called before each request."""
 
     def explained(self, tasks: Iterable[Task]) -> Answers:
         asked = [(task, "GET", f"/tasks/{task.id}/explain", None) for task in tasks]
@@ -149,7 +149,7 @@ class Gateway(Struct, frozen=True):
         return asyncio.run(self._ask(asked))
 
     async def _ask(self, asked: Sequence[tuple[Task, str, str, Any]]) -> Answers:
-        """One request after the other, with a token of the task's tenant."""
+        """Send one request after the other, each with a token of the task's tenant."""
         clock, store = FrozenClock(self.now), WorldStore(self.world)
         tokens = Tokens(cast(TaskStore, store), clock)
         parts = AppParts(
@@ -181,7 +181,7 @@ class Gateway(Struct, frozen=True):
                 answer = await client.request(method, path, json=body, headers=headers)
                 found.seconds.append(process_time() - began)
                 found.bytes.append(len(answer.content))
-                answer.stream = NOTHING  # a cycle: both would stay until the next full collection
+                answer.stream = NOTHING  # a reference cycle would keep both until the next full collection
                 if answer.status_code != 200:
                     raise RuntimeError(f"{method} {path}: {answer.status_code} {answer.text}")
         return found

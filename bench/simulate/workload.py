@@ -21,12 +21,13 @@ GIB = 1024
 GPUS_PER_NODE = 8
 GPU_MB = 80 * GIB
 TRACE_GPU_MB = 32 * GIB
-"""The traces give shares of a GPU; this is the memory of a whole one."""
+"""The memory of a whole GPU, since the traces give shares of a GPU."""
 CLUSTER = "simulated"
 
 
 class Job(Struct, frozen=True):
-    """A task that runs `seconds` if it is not preempted; one that checkpoints then loses no job."""
+    """A task that runs `seconds` if it is not preempted. If it checkpoints, a preemption loses none of its
+    work."""
 
     task: Task
     seconds: float
@@ -38,11 +39,11 @@ class Workload(Struct, frozen=True):
     nodes: Sequence[Node]
     devices: Sequence[Device]
     jobs: Sequence[Job]
-    """In order of submission."""
+    """The jobs in order of submission."""
 
     @property
     def seconds(self) -> float:
-        """From the first submit to the last."""
+        """The seconds from the first submit to the last."""
         return self.jobs[-1].task.submitted_at - self.jobs[0].task.submitted_at if self.jobs else 0.0
 
 
@@ -73,11 +74,11 @@ class Kind(NamedTuple):
     priorities: tuple[int, ...]
     gpus: tuple[int, ...]
     gib: tuple[int, ...]
-    """GiB on each GPU."""
+    """The GiB on each GPU, of which one is drawn."""
     minutes: tuple[float, float]
     checkpoints: bool = False
     by_day: bool = False
-    """Submitted during jobing hours, most of it after noon."""
+    """True for jobs that are submitted during working hours, most of them after noon."""
 
 
 KINDS = (
@@ -90,7 +91,8 @@ KINDS = (
 
 
 def a_day(seed: int, hours: float, gpus: int, load: float, stated: float = 0.0) -> Workload:
-    """Training and sweeps around the clock, notebooks by day, evaluations now and then, idle fill.
+    """Return a day of training and sweeps around the clock, notebooks by day, evaluations now and then, idle
+    fill.
 
     Jobs are drawn until they request `load` times the GPU memory × time of the cluster. A share of `stated`
     (0 to 1) of them states its run time, up to a third too long.
@@ -131,11 +133,11 @@ def _random_job(chance: Random, hours: float, number: int) -> Job:
 
 
 class NoTrace(SystemExit):
-    """The text names the traces that there are."""
+    """The data has no such trace; the text names the traces that exist."""
 
 
 def an_openb_day(data: Path, nodes: int, trace: str = "default") -> Workload:
-    """The tasks of a trace with their real submit times and run times; GPU kinds are ignored.
+    """Return the tasks of a trace with their real submit times and run times; GPU kinds are ignored.
 
     The tasks used a small part of their cluster, so only its largest nodes are taken, and only tasks that fit
     on one of them. Priorities follow the trace's classes of service: latency-sensitive 70, guaranteed 60,
