@@ -56,7 +56,7 @@ def release(
         found = _found(broker, holder)
         if not yes:
             _confirm(found, because)
-        # Only what was shown, not what came later.
+        # Release only what was shown, not what came later.
         attempts = attempt or sorted({run.attempt for run in found})
         released = broker.release_quarantine(
             found[0].id or holder, because, attempts=attempts, ranks=rank, devices=device

@@ -129,7 +129,8 @@ def array(
 
 
 def _print_results(broker: Broker, array: Array, output: Format) -> None:
-    """Exits with 3 if an item failed or was left, and with 4 if the array was cancelled."""
+    """Print the results of an array. Exit with 3 if an item failed or was left, and with 4 if the array was
+    cancelled."""
     show_bar = progress_bar()
     after: Mapping[str, Any] = {"order": "number" if output is Format.TABLE else "completed"}
     seen = array
@@ -164,7 +165,7 @@ def _items_of(path: str, read: Callable[[str], Any]) -> Iterator[Any]:
     """Read the items, skipping empty lines. Raises BadParameter."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        lines = data.decode().split("\n")  # JSON may hold what else ends a line of text
+        lines = data.decode().split("\n")  # JSON may contain other characters that end a line of text
     except OSError as error:
         raise typer.BadParameter(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

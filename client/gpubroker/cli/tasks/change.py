@@ -145,7 +145,7 @@ def priority(
 
 
 def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser like `parse` that also accepts the word none, which removes the value."""
+    """Return a parser that reads what `parse` reads, and also the word none, which removes the value."""
     return lambda text: _NONE if text == _NONE else parse(text)
 
 
@@ -195,8 +195,8 @@ def change(
 
 
 def _change(words: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]) -> None:
-    """Change these tasks and print them. All are found before any is changed, so that a mistyped word changes
-    nothing."""
+    """Change these tasks and print them. All ids are looked up before any task is changed, so that a mistyped
+    word changes nothing."""
     with connect() as broker:
         try:
             found = [task_id(broker, word, to_change=True) for word in words]
@@ -210,7 +210,7 @@ def _change(words: Sequence[str], output: Format, change: Callable[["Broker", st
 def _change_all(
     broker: "Broker", tasks: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]
 ) -> None:
-    """Change these tasks and print those that were changed, also if a later change is refused."""
+    """Change these tasks and print those that were changed, even if a later change is refused."""
     changed: list[Task] = []
     try:
         change_each(tasks, lambda task: changed.append(change(broker, task)))
