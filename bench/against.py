@@ -46,10 +46,10 @@ def measure(options: Namespace) -> Iterator[Figure]:
     sides = [_begin(tree.resolve(), options) for tree in (options.tree, Path(__file__).parents[1])]
     pairs: list[list[dict[str, float]]] = []
     for number in range(options.pairs):
-        found: dict[int, dict[str, float]] = {}
+        taken_by_side: dict[int, dict[str, float]] = {}
         for which in (0, 1) if number % 2 == 0 else (1, 0):
-            found[which] = _ask(sides[which])
-        pairs.append([found[0], found[1]])
+            taken_by_side[which] = _ask(sides[which])
+        pairs.append([taken_by_side[0], taken_by_side[1]])
         before, after = pairs[-1]
         report(
             f"  {options.of} {options.variant} pair {number + 1}: "

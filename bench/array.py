@@ -106,12 +106,12 @@ def seconds_of_array(running: Deployment, items: int, ms: float, workers: int) -
             "resources": {"cpu": 1},
         },
     )
-    while (seen := gateway.ask("GET", f"/arrays/{array['id']}"))["state"] in ("pending", "running"):
+    while (answer := gateway.ask("GET", f"/arrays/{array['id']}"))["state"] in ("pending", "running"):
         time.sleep(POLL_SECONDS)
     seconds = time.perf_counter() - began
-    if seen["state"] != "succeeded":
-        raise RuntimeError(f"array {array['id']} {seen['state']}: {seen['failed']} items failed")
-    wait_for_workers(running, seen["workers"])
+    if answer["state"] != "succeeded":
+        raise RuntimeError(f"array {array['id']} {answer['state']}: {answer['failed']} items failed")
+    wait_for_workers(running, answer["workers"])
     return seconds
 
 

@@ -115,11 +115,11 @@ def _diagnoses(nodes: int, looks: int) -> Iterator[Figure]:
     search."""
     world, policy, now = _fleet(nodes), Policy(), Instant(1.0)
     agents = {node: {"python": "3.12.1", "ray": "2.50.0", "clock_ahead_seconds": 0} for node in world.nodes}
-    known = FleetKnown({"state": "connected", "agents": agents}, has_leader=True)
+    facts = FleetKnown({"state": "connected", "agents": agents}, has_leader=True)
     seconds = []
     for _ in range(looks):
         began = time.perf_counter()
-        assert not list(diagnose_fleet(world, policy, known, now))
+        assert not list(diagnose_fleet(world, policy, facts, now))
         seconds.append(time.perf_counter() - began)
     yield Figure("control", "control.diagnosis_ms", statistics.median(seconds) * 1000, "ms", looks)
     task = a_task("t", gpu_mb=100 * GIB)
@@ -143,9 +143,9 @@ async def _idle(nodes: int, looks: int) -> list[Figure]:
     publisher = Publisher(world, {}, lambda _: leader, store)
     for _ in range(2):  # the first call writes all values
         await publisher.publish(leader.term)
-    told = fragmentation(world, policy, now), None
-    known = world, lambda: 0.0, lambda: leader, policy, lambda: now, lambda: told
-    telemetry = Telemetry(Sources(*known, str, lambda: None))
+    pieces = fragmentation(world, policy, now), None
+    sources = world, lambda: 0.0, lambda: leader, policy, lambda: now, lambda: pieces
+    telemetry = Telemetry(Sources(*sources, str, lambda: None))
     reads, texts = [], []
     for _ in range(looks):
         began = time.process_time()

@@ -37,15 +37,15 @@ def add_options(parser: ArgumentParser) -> None:
 def measure(options: Namespace) -> Iterator[Figure]:
     with service(SIMULATED_DEVICES=DEVICES) as running:
         time.sleep(options.seconds)
-        found = pss_mb(running)
-    for kind, mb in sorted(found.items(), key=lambda one: -sum(one[1])):
+        mb_by_kind = pss_mb(running)
+    for kind, mb in sorted(mb_by_kind.items(), key=lambda item: -sum(item[1])):
         report(f"  {kind}: {sum(mb):.0f} MiB in {len(mb)}")
-    yield figure(found)
+    yield figure(mb_by_kind)
 
 
-def figure(found: Mapping[str, Sequence[float]]) -> Figure:
-    processes = sum(map(len, found.values()))
-    return Figure("idle", "idle.pss_mb", sum(map(sum, found.values())), "MiB", processes)
+def figure(mb_by_kind: Mapping[str, Sequence[float]]) -> Figure:
+    processes = sum(map(len, mb_by_kind.values()))
+    return Figure("idle", "idle.pss_mb", sum(map(sum, mb_by_kind.values())), "MiB", processes)
 
 
 def pss_mb(running: Service) -> dict[str, list[float]]:

@@ -28,13 +28,13 @@ def carry_out(mb: int, reads: int) -> tuple[float, float]:
     array = an_array(mb)
     began = time.perf_counter()
     ref = ray.put(array)
-    found = [ray.get(READERS[0].last.remote([ref]))]
+    values = [ray.get(READERS[0].last.remote([ref]))]
     first = time.perf_counter() - began
     began = time.perf_counter()
-    found += ray.get([READERS[0].last.remote([ref]) for _ in range(reads)])
+    values += ray.get([READERS[0].last.remote([ref]) for _ in range(reads)])
     seconds = first, time.perf_counter() - began
-    if found != [float(array[-1])] * (reads + 1):
-        raise RuntimeError(f"{len(found)} calls read an array that ends with {array[-1]}: {set(found)}")
+    if values != [float(array[-1])] * (reads + 1):
+        raise RuntimeError(f"{len(values)} calls read an array that ends with {array[-1]}: {set(values)}")
     return seconds
 
 

@@ -147,11 +147,14 @@ def calls_beside_relay(
     """Compare equal calls, one at a time, to Triton, to the service in front of it, and to a relay that is
     made with the same library."""
     with relay(triton_port, "calls") as (port, _):
-        mine = GrpcComparison(generator, triton_port, grpc_port, running.token, running.process, clients=1)
-        bare = replace(mine, service_port=port, token="")
-        mine.one_round(options.calls // 5)
+        through_service = GrpcComparison(
+            generator, triton_port, grpc_port, running.token, running.process, clients=1
+        )
+        through_relay = replace(through_service, service_port=port, token="")
+        through_service.one_round(options.calls // 5)
         rounds = [
-            (mine.one_round(options.calls), bare.one_round(options.calls)) for _ in range(options.rounds)
+            (through_service.one_round(options.calls), through_relay.one_round(options.calls))
+            for _ in range(options.rounds)
         ]
     yield against_direct("proxy.grpc.c1", [one for one, _ in rounds])
     yield against_direct("proxy.relay.grpc.c1", [other for _, other in rounds])

@@ -44,11 +44,11 @@ def most_saved(places: int, stays: Sequence[Stay], slots: int) -> float:
     for place in range(1, places + 1):
         before = [potential[stays[number][0]] - stays[number][2] for number in ending[place]]
         potential[place] = min(potential[place - 1], *before) if before else potential[place - 1]
-    kept = [False] * len(stays)
+    is_kept = [False] * len(stays)
     idle = [0] * places  # the empty slots at each request
     saved = 0.0
     for _ in range(slots):
-        gain = _one_more(stays, starting, ending, potential, kept, idle)
+        gain = _one_more(stays, starting, ending, potential, is_kept, idle)
         if gain <= 0:
             break
         saved += gain
@@ -66,7 +66,7 @@ def _one_more(
     """Return the seconds that one more slot saves. `potential`, `kept` and `idle` are changed in place."""
     places = len(idle)
     distance = [inf] * (places + 1)
-    came: list[tuple[int, int]] = [(0, -1)] * (places + 1)  # (previous place, stay used; -1: none)
+    steps: list[tuple[int, int]] = [(0, -1)] * (places + 1)  # (previous place, stay used; -1: none)
     distance[0] = 0.0
     heap = [(0.0, 0)]
     while heap:
@@ -78,17 +78,17 @@ def _one_more(
             ways.append((place - 1, -1, 0.0))
         ways += [(stays[n][1], n, -stays[n][2]) for n in starting[place] if not kept[n]]
         ways += [(stays[n][0], n, stays[n][2]) for n in ending[place] if kept[n]]
-        for there, number, cost in ways:
-            further = far + max(0.0, cost + potential[place] - potential[there])
-            if further < distance[there]:
-                distance[there] = further
-                came[there] = place, number
-                heappush(heap, (further, there))
+        for target, number, cost in ways:
+            further = far + max(0.0, cost + potential[place] - potential[target])
+            if further < distance[target]:
+                distance[target] = further
+                steps[target] = place, number
+                heappush(heap, (further, target))
     for place in range(places + 1):
         potential[place] += distance[place]
     place = places
     while place > 0:
-        before, number = came[place]
+        before, number = steps[place]
         if number >= 0:
             kept[number] = not kept[number]
         elif before < place:

@@ -98,20 +98,20 @@ def releases(leader: "Leader", count: int, chance: random.Random) -> Generator[F
     seconds of each cycle. A cycle may take many turns."""
     slices: list[float] = []
     cycles: list[float] = []
-    given: list[float] = []
+    last_admissions: list[float] = []
     leader.decided.clear()
     leader.rounds.clear()
     for _ in range(count):
-        taken = leader.cycle_after_a_release(chance)
-        slices += taken
-        cycles.append(sum(taken))
+        turn_seconds = leader.cycle_after_a_release(chance)
+        slices += turn_seconds
+        cycles.append(sum(turn_seconds))
         if leader.last_admission_s is not None:
-            given.append(leader.last_admission_s)
+            last_admissions.append(leader.last_admission_s)
     report(
         f"{count:,} cycles: {leader.decided['admit']:,} tasks started, {leader.decided['preempt']:,} "
         f"preempted others; median {1000 * percentile(cycles, 50):.2f} ms; turns: p99 "
         f"{1000 * percentile(slices, 99):.1f} ms, the longest {1000 * max(slices):.1f} ms; "
-        f"the last admission of a cycle came within {1000 * percentile(given, 99):.1f} ms (p99)"
+        f"the last admission of a cycle came within {1000 * percentile(last_admissions, 99):.1f} ms (p99)"
     )
     yield _figure("cycle.p99_ms", 1000 * percentile(cycles, 99), "ms", len(cycles))
     yield _figure("slice.max_ms", 1000 * max(slices), "ms", len(slices))
@@ -185,9 +185,9 @@ class Leader:
     def cycle_after_a_release(self, chance: random.Random) -> list[float]:
         self.pass_time(0.02)
         self.release_one(chance)
-        taken = self.cycle()
+        turn_seconds = self.cycle()
         self.forecast()
-        return taken
+        return turn_seconds
 
     def cycle(self) -> list[float]:
         """Run a whole cycle and start what it admits; return the seconds of each turn."""
@@ -293,8 +293,8 @@ class Leader:
         done = write_move(task, Move.SUCCEEDED, finished_at=self.now)
         leases = [move_lease(lease, LeaseState.RELEASING) for lease in self.world.leases_of(task)]
         self.commit([Decision(task.id, "ended", tasks=(done,), leases=tuple(leases))])
-        gone = [release(lease, Proof.PROCESS_ABSENT) for lease in leases]
-        self.commit([Decision(task.id, "gone", leases=tuple(gone))])
+        released = [release(lease, Proof.PROCESS_ABSENT) for lease in leases]
+        self.commit([Decision(task.id, "gone", leases=tuple(released))])
 
     def pass_time(self, seconds: float) -> None:
         """Let simulated time pass, and measure every GPU once a second, as the node agents do."""

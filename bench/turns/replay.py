@@ -43,8 +43,8 @@ class Lanes:
     def longest_waiting(self, without: str = "") -> str:
         """Return the model whose oldest request came first, other than `without`; empty if no request
         waits."""
-        found = [(asked[0], model) for model, asked in self.waiting.items() if asked and model != without]
-        return min(found)[1] if found else ""
+        oldest = [(times[0], model) for model, times in self.waiting.items() if times and model != without]
+        return min(oldest)[1] if oldest else ""
 
     def in_use(self) -> frozenset[str]:
         models = {*self.waiting, *self.under_way}

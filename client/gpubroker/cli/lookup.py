@@ -110,13 +110,13 @@ def set_id(broker: "Broker", word: str) -> str:
     """Return the id of the worker set that a person means: its id, its unique name, or a part of its id."""
     if word.startswith("task_") and not is_cut(word):
         return word  # lists show the end of an id
-    known = list(broker.worker_sets())
-    named = [each.id for each in known if each.name == word or begins_as_cut(each.name, word)]
-    found = named or [each.id for each in known if matches(each.id, word)]
-    if not found:  # the id of one of its workers, or of a set that has ended
+    sets = list(broker.worker_sets())
+    named = [each.id for each in sets if each.name == word or begins_as_cut(each.name, word)]
+    set_ids = named or [each.id for each in sets if matches(each.id, word)]
+    if not set_ids:  # the id of one of its workers, or of a set that has ended
         with contextlib.suppress(Refused):
             return broker.task_id(word)
-    return only(found, word, f"no worker set is named {word!r}, and {no_such_id(word)}")
+    return only(set_ids, word, f"no worker set is named {word!r}, and {no_such_id(word)}")
 
 
 def lease_id(broker: "Broker", word: str) -> str:
@@ -126,22 +126,22 @@ def lease_id(broker: "Broker", word: str) -> str:
     """
     if is_whole_id(word):
         return word
-    found = _leases_meant(broker, word)
-    if not found:
+    lease_ids = _leases_meant(broker, word)
+    if not lease_ids:
         try:
-            found = _leases_meant(broker, word, tenant="*")
+            lease_ids = _leases_meant(broker, word, tenant="*")
         except Refused as refused:
             if refused.status != HTTPStatus.FORBIDDEN:
                 raise
-    return only(found, word, f"no lease is held by {word!r}, and {no_such_id(word)}")
+    return only(lease_ids, word, f"no lease is held by {word!r}, and {no_such_id(word)}")
 
 
 def _leases_meant(broker: "Broker", word: str, **whose: Any) -> list[str]:
     if held := [lease.id for lease in broker.leases(state=UNFINISHED_LEASES, holder=word, **whose)]:
         return held
     recent = list(islice(broker.leases(**whose), TASKS_SEARCHED))
-    found = [lease.id for lease in recent if lease.holder == word or begins_as_cut(lease.holder, word)]
-    return found or [lease.id for lease in recent if matches(lease.id, word)]
+    lease_ids = [lease.id for lease in recent if lease.holder == word or begins_as_cut(lease.holder, word)]
+    return lease_ids or [lease.id for lease in recent if matches(lease.id, word)]
 
 
 def listed_name(word: str, listed: Callable[[], Iterable[str]], what: str) -> str:
@@ -149,8 +149,8 @@ def listed_name(word: str, listed: Callable[[], Iterable[str]], what: str) -> st
     names begin as the word does."""
     if not is_cut(word):
         return word
-    found = sorted({name for name in listed() if begins_as_cut(name, word)})
-    return only(found, word, f"no {what} begins as {word!r} does")
+    names = sorted({name for name in listed() if begins_as_cut(name, word)})
+    return only(names, word, f"no {what} begins as {word!r} does")
 
 
 def change_each(ids: Sequence[str], change: Callable[[str], None]) -> None:
@@ -159,8 +159,8 @@ def change_each(ids: Sequence[str], change: Callable[[str], None]) -> None:
         try:
             change(id)
         except BrokerError as fault:
-            if rest := ids[number:]:
-                fault.add_note(f"not tried after this error: {', '.join(rest)}")
+            if not_tried := ids[number:]:
+                fault.add_note(f"not tried after this error: {', '.join(not_tried)}")
             raise
 
 

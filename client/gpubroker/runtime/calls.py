@@ -98,9 +98,9 @@ class SetWorker:
             if isinstance(made, RunOutcome):
                 return made
             with self._lock:
-                self._made, self._asked, asked = made, set(), self._asked
+                self._made, self._asked, questions = made, set(), self._asked
                 self._begin()
-            for question in asked:
+            for question in questions:
                 _settle(question, IS_READY)
             return self._tend()
         except BaseException as fault:
@@ -196,8 +196,8 @@ class SetWorker:
         """Call the method and return its outcome. Raises what user code raises: the method, a property, or
         code that opens arguments or writes the result."""
         if role not in self._made:
-            known = ", ".join(sorted(filter(None, self._made))) or "none"
-            return _not_called("no_such_role", f"there is no role {role!r}; roles of this set: {known}")
+            roles = ", ".join(sorted(filter(None, self._made))) or "none"
+            return _not_called("no_such_role", f"there is no role {role!r}; roles of this set: {roles}")
         made = self._made[role]
         function = None if method.startswith("_") else getattr(made, method, None)
         if not callable(function):

@@ -38,15 +38,15 @@ def pattern_of(patterns: Sequence[str]) -> re.Pattern[str]:
 
 def _regex_of(pattern: str) -> str:
     parts = pattern.removesuffix("/").split("/")
-    found = ""
+    regex = ""
     for number, part in enumerate(parts):
         is_last = number == len(parts) - 1
         if part == "**":
-            found += ".+" if is_last else "(?:.*/)?"
+            regex += ".+" if is_last else "(?:.*/)?"
             continue
         named = "".join("[^/]*" if c == "*" else "[^/]" if c == "?" else re.escape(c) for c in part)
-        found += named if is_last else f"{named}/"
-    return found
+        regex += named if is_last else f"{named}/"
+    return regex
 
 
 class _Collecting:
@@ -99,13 +99,13 @@ class _Collecting:
         member.size, member.mode = status.st_size, status.st_mode & MODE_BITS
         member.mtime = int(status.st_mtime)
         self._archive.write(head_of(member))
-        left = member.size
-        while left and (part := file.read(min(left, _PART_BYTES))):
+        unwritten_bytes = member.size
+        while unwritten_bytes and (part := file.read(min(unwritten_bytes, _PART_BYTES))):
             self._archive.write(part)
-            left -= len(part)
-        while left:  # the file became shorter meanwhile
-            self._archive.write(bytes(min(left, _PART_BYTES)))
-            left -= min(left, _PART_BYTES)
+            unwritten_bytes -= len(part)
+        while unwritten_bytes:  # the file became shorter meanwhile
+            self._archive.write(bytes(min(unwritten_bytes, _PART_BYTES)))
+            unwritten_bytes -= min(unwritten_bytes, _PART_BYTES)
         self._archive.write(filling_after(member.size))
 
     def _make_directories(self, path: str) -> None:
@@ -119,12 +119,12 @@ class _Collecting:
 
     def collected(self) -> Collected:
         most = f"{self._limits.most_bytes} bytes and {self._limits.most_files} files"
-        told = (
+        counts = (
             (self.beyond, f"beyond the limits of {most} (limits.output_bytes, limits.output_files)"),
             (self.unreadable, "that cannot be read"),
             (self.links, "that are links"),
         )
-        left_out = [f"{number} {why}" for number, why in told if number]
+        left_out = [f"{number} {why}" for number, why in counts if number]
         return Collected(self.files, f"left out: {', '.join(left_out)}" if left_out else "")
 
 

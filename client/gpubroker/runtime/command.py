@@ -96,10 +96,10 @@ class Command:
         if reports is not None:
             ready.register(reports.descriptor, select.POLLIN)
         while not self._has_ended():
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
+            remaining_seconds = None if until is None else until - time.monotonic()
+            if remaining_seconds is not None and remaining_seconds <= 0:
                 return False
-            ready.poll(None if left is None else math.ceil(left * 1000))
+            ready.poll(None if remaining_seconds is None else math.ceil(remaining_seconds * 1000))
             if reports is not None:
                 reports.read()
         if reports is not None:

@@ -229,8 +229,8 @@ class ItemWorker:
     def _runs_low(self) -> bool:
         """True right after the item with which the remaining work gets below LOW_SECONDS, so only once for
         each answer."""
-        left = len(self._todo)
-        return left > 0 and left * self._each_seconds <= LOW_SECONDS < (left + 1) * self._each_seconds
+        todo = len(self._todo)
+        return todo > 0 and todo * self._each_seconds <= LOW_SECONDS < (todo + 1) * self._each_seconds
 
     @property
     def _each_seconds(self) -> float:

@@ -77,9 +77,9 @@ class RunObjects:
 
     def _answer_to(self, id: str, question: Report) -> Any:
         with self._lock:
-            asked = self._waits.get(id)
-            is_asked = asked is not None and asked[1][0] == question[0]  # by another thread of the run
-            answer = asked[0] if asked is not None and is_asked else Future[Any]()
+            pending = self._waits.get(id)
+            is_asked = pending is not None and pending[1][0] == question[0]  # by another thread of the run
+            answer = pending[0] if pending is not None and is_asked else Future[Any]()
             if not is_asked:
                 self._waits[id] = answer, question
         try:

@@ -137,14 +137,14 @@ class LogReading(Reading[LogLine]):
         self._called_at, self._called_for = time.monotonic(), self._offset
         params: dict[str, Any] = {"attempt": attempt, "offset": self._offset or None}
         params |= {"follow": (self._follows and not self._polls) or None, "mark": self._mark}
-        given = without_none(params)
-        return Call("GET", f"{self._path}/logs", self._params | given)
+        present_params = without_none(params)
+        return Call("GET", f"{self._path}/logs", self._params | present_params)
 
     def take(self, data: bytes) -> Iterator[LogLine]:
         text, end = self._begun + data, 0
-        for found in _LINE.finditer(text):
-            end = found.end()
-            yield self._counted(found[0])
+        for match in _LINE.finditer(text):
+            end = match.end()
+            yield self._counted(match[0])
         self._begun = text[end:]
 
     def end(self, fault: Unreachable | None) -> Iterable[LogLine]:

@@ -57,14 +57,14 @@ def no_such_id(word: str) -> str:
     return f"an id needs at least {SHOWN_ID_LENGTH} characters, as lists show them"
 
 
-def only(found: Sequence[str], word: str, if_none: str) -> str:
+def only(ids_found: Sequence[str], word: str, if_none: str) -> str:
     """Return the only id in `found`. Raises Refused if there is none, or more than one."""
-    if not found:
+    if not ids_found:
         raise Refused(if_none, code="not-found")
-    if len(found) > 1:
-        ids = ", ".join(found[:5]) + (" ..." if found[5:] else "")
+    if len(ids_found) > 1:
+        ids = ", ".join(ids_found[:5]) + (" ..." if ids_found[5:] else "")
         raise Refused(f"{word!r} is ambiguous: {ids}; use one of these ids", code="ambiguous-name")
-    return found[0]
+    return ids_found[0]
 
 
 def find_task(ask: Ask, word: str, *, to_change: bool) -> "Steps[str]":
@@ -78,8 +78,8 @@ def find_task(ask: Ask, word: str, *, to_change: bool) -> "Steps[str]":
     """
     if is_whole_id(word):
         return word
-    found = yield from own_or_any(partial(_meant, ask, word, to_change=to_change))
-    return only(found, word, f"no task is named {word!r}, and {no_such_id(word)}")
+    ids = yield from own_or_any(partial(_meant, ask, word, to_change=to_change))
+    return only(ids, word, f"no task is named {word!r}, and {no_such_id(word)}")
 
 
 def own_or_any(find: Callable[..., "Steps[list[str]]"]) -> "Steps[list[str]]":
@@ -97,10 +97,10 @@ def own_or_any(find: Callable[..., "Steps[list[str]]"]) -> "Steps[list[str]]":
 
 def _meant(ask: Ask, word: str, *, to_change: bool, **whose: str) -> "Steps[list[str]]":
     named = yield from _named(ask, name=word, **whose)
-    found = [task["id"] for task in named]
-    if len(found) > 1 and (whole := _whole_of(named)) is not None:
-        found = [whole]
-    if (is_part_of_id(word) or is_cut(word)) and (to_change or not found):
+    ids_meant = [task["id"] for task in named]
+    if len(ids_meant) > 1 and (whole := _whole_of(named)) is not None:
+        ids_meant = [whole]
+    if (is_part_of_id(word) or is_cut(word)) and (to_change or not ids_meant):
         cursor, pages = None, TASKS_SEARCHED // _PAGE
         for _ in range(pages):
             page = yield from ask("GET", "/tasks", limit=_PAGE, cursor=cursor, **whose)
@@ -109,10 +109,10 @@ def _meant(ask: Ask, word: str, *, to_change: bool, **whose: str) -> "Steps[list
                 for task in page["items"]
                 if matches(task["id"], word) or begins_as_cut(task.get("name"), word)
             ]
-            found += [id for id in ids if id not in found]
+            ids_meant += [id for id in ids if id not in ids_meant]
             if (cursor := page.get("next_cursor")) is None:
                 break
-    return found
+    return ids_meant
 
 
 def _named(ask: Ask, **selection: str) -> "Steps[list[Any]]":

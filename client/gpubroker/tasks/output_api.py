@@ -73,27 +73,29 @@ class OutputApi(TaskApi):
         until = inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         pause_seconds = _FIRST_PAUSE_SECONDS
         while True:
-            seen = yield from self._outputs(task, worker)
-            last = {one.task: one.attempt for one in seen.items}
-            wanted = [one for one in seen.items if one.attempt == (attempt or last[one.task])]
-            if not any(one.state == "pending" for one in wanted) or time.monotonic() >= until:
+            outputs = yield from self._outputs(task, worker)
+            last = {output.task: output.attempt for output in outputs.items}
+            selected = [
+                output for output in outputs.items if output.attempt == (attempt or last[output.task])
+            ]
+            if not any(output.state == "pending" for output in selected) or time.monotonic() >= until:
                 break
             yield Pause(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
-        found = [one for one in wanted if one.object is not None]
-        if not found:
-            raise NotCollected(_why_none(seen, wanted))
-        return found
+        with_files = [output for output in selected if output.object is not None]
+        if not with_files:
+            raise NotCollected(_why_none(outputs, selected))
+        return with_files
 
 
-def _why_none(seen: Outputs, wanted: Sequence[Output]) -> str:
-    if not seen.patterns:
+def _why_none(outputs: Outputs, selected: Sequence[Output]) -> str:
+    if not outputs.patterns:
         return 'the task collects no files; submit it with outputs=["runs/**"] (--outputs)'
-    if not wanted:
-        attempts = ", ".join(sorted({str(one.attempt) for one in seen.items})) or "none"
+    if not selected:
+        attempts = ", ".join(sorted({str(output.attempt) for output in outputs.items})) or "none"
         return f"nothing was collected of that attempt; attempts with outputs: {attempts}"
-    told = next((one.message for one in wanted if one.message), "")
-    return told or f"no file matched {', '.join(seen.patterns)}"
+    message = next((output.message for output in selected if output.message), "")
+    return message or f"no file matched {', '.join(outputs.patterns)}"
 
 
 def _unpacked(data: bytes, target: Path, of: Output) -> Sequence[Path]:

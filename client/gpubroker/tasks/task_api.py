@@ -182,12 +182,12 @@ class TaskApi(ObjectApi):
             answers += [_id_or_error(item) for item in made["items"]]
         return answers
 
-    def _with_directory(self, given: Given, known: dict[str, ObjectRef]) -> Steps[Given]:
+    def _with_directory(self, submission: Given, known: dict[str, ObjectRef]) -> Steps[Given]:
         """Return the submission with its directory replaced by an object. `known` maps directories that are
         already stored to their objects."""
-        target, args, options = given
+        target, args, options = submission
         if not is_to_upload(options, target):
-            return given
+            return submission
         directory = options.get("upload") or getattr(target, DEFAULTS)["upload"]
         if str(directory) not in known:
             known[str(directory)] = yield from directory_stored(self._send, directory)
@@ -215,11 +215,11 @@ class TaskApi(ObjectApi):
         Without a target, the answer is about the demand alone. A refusal of the task is part of the answer;
         Refused is raised only if the token may not ask.
         """
-        known = {name: value for name, value in options.items() if name != "idempotency_key"}
+        planned = {name: value for name, value in options.items() if name != "idempotency_key"}
         if is_to_upload(options, target):  # nothing is stored, and the directory does not matter
             target = None if isinstance(target, str) else target  # its code is in the directory
-            known = {name: value for name, value in known.items() if name != "outputs"} | {"upload": None}
-        options = cast("SubmitOptions", known)
+            planned = {name: value for name, value in planned.items() if name != "outputs"} | {"upload": None}
+        options = cast("SubmitOptions", planned)
         body = simulation_body(target, args, options)
         if len(body) > MOST_BODY_BYTES:  # the arguments do not matter
             body = simulation_body(target, (), without_arguments(options))

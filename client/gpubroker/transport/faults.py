@@ -41,8 +41,8 @@ def check_scheme(connection: Connection, response: httpx.Response) -> None:
     a request without TLS. Raises Unreachable."""
     where = f"{connection.url} ({connection.source})"
     if response.has_redirect_location:
-        there = response.headers["location"][:200]
-        raise Unreachable(f"{where} sends clients on to {there}; use that address", code=WRONG_SCHEME)
+        location = response.headers["location"][:200]
+        raise Unreachable(f"{where} sends clients on to {location}; use that address", code=WRONG_SCHEME)
     says_https = response.status_code == 400 and b"HTTPS" in response.content[:1000]
     if says_https and "json" not in response.headers.get("content-type", ""):
         raise Unreachable(f"{where} speaks TLS; write https:// instead of http://", code=WRONG_SCHEME)

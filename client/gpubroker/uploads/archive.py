@@ -96,17 +96,17 @@ def _padded(size_bytes: int) -> int:
 
 
 def _content_of(entry: Entry, size_bytes: int) -> Iterator[bytes]:
-    left = size_bytes
+    unread_bytes = size_bytes
     try:
         with open(os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
-            while left and (part := file.read(min(left, _PART_BYTES))):
+            while unread_bytes and (part := file.read(min(unread_bytes, _PART_BYTES))):
                 yield part
-                left -= len(part)
+                unread_bytes -= len(part)
     except OSError as fault:
         raise WrongArgument(
             f"{entry.path} cannot be read: {fault.strerror}; allow it, or {_REMEDY}"
         ) from None
-    if left:
+    if unread_bytes:
         raise WrongArgument(f"{entry.path} became shorter while it was read; submit again, or {_REMEDY}")
 
 

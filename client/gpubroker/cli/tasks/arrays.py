@@ -119,13 +119,13 @@ def array(
                 show(json.dumps(item.raw))
             return
         ask = broker.retry_array if retry else broker.cancel_array if cancel else broker.array
-        seen = ask(array)
+        answer = ask(array)
         if retry:
-            eprint(f"accepted {seen.id}: {seen.total} items again")
+            eprint(f"accepted {answer.id}: {answer.total} items again")
         if wait:
-            _print_results(broker, seen, output)
+            _print_results(broker, answer, output)
             return
-        emit(output, seen, _drawn)
+        emit(output, answer, _drawn)
 
 
 def _print_results(broker: Broker, array: Array, output: Format) -> None:
@@ -133,17 +133,17 @@ def _print_results(broker: Broker, array: Array, output: Format) -> None:
     cancelled."""
     show_bar = progress_bar()
     after: Mapping[str, Any] = {"order": "number" if output is Format.TABLE else "completed"}
-    seen = array
-    for seen in broker.array_progress(array):
-        show_bar(seen)
+    last = array
+    for last in broker.array_progress(array):
+        show_bar(last)
     for item in broker.array_items(array, **after):
         _print_item(item, output)
-    if seen.state is ArrayState.CANCELLED:
-        eprint(f"cancelled: {seen.total - seen.done} of {seen.total} items were left")
+    if last.state is ArrayState.CANCELLED:
+        eprint(f"cancelled: {last.total - last.done} of {last.total} items were left")
         raise typer.Exit(EXIT_CANCELLED)
-    if seen.state is not ArrayState.SUCCEEDED:
-        left = f", {seen.total - seen.done} were left" if seen.done < seen.total else ""
-        eprint(f"{seen.failed} of {seen.total} items failed{left}; again: gpubroker array {seen.id} --retry")
+    if last.state is not ArrayState.SUCCEEDED:
+        rest = f", {last.total - last.done} were left" if last.done < last.total else ""
+        eprint(f"{last.failed} of {last.total} items failed{rest}; again: gpubroker array {last.id} --retry")
         raise typer.Exit(EXIT_TASK_FAILED)
 
 
@@ -156,9 +156,9 @@ def _print_item(item: ArrayItem, output: Format) -> None:
         show(json.dumps(item.result) if item.data is None else f"({len(item.data)} bytes, pickled)")
 
 
-def _drawn(seen: Array) -> str:
-    workers = ", ".join(f"{worker.id} {worker.state}" for worker in seen.workers)
-    return f"{seen.id} {seen.state.value}\n{bar_line(seen)}\nworkers: {workers}"
+def _drawn(array: Array) -> str:
+    workers = ", ".join(f"{worker.id} {worker.state}" for worker in array.workers)
+    return f"{array.id} {array.state.value}\n{bar_line(array)}\nworkers: {workers}"
 
 
 def _items_of(path: str, read: Callable[[str], Any]) -> Iterator[Any]:

@@ -289,8 +289,8 @@ def _preemptor(broker: Broker, fields: Mapping[str, Any]) -> str:
     release."""
     if "freeing_for" not in fields:
         return ""
-    other = fields["freeing_for"]
-    return f"{_name(broker, other)} ({short_id(other)})" if other else "a task of another tenant"
+    preemptor = fields["freeing_for"]
+    return f"{_name(broker, preemptor)} ({short_id(preemptor)})" if preemptor else "a task of another tenant"
 
 
 def _resumed_from(task: Task, saved_at: str | None) -> str:

@@ -288,8 +288,8 @@ def _notes(listed: Sequence[Task]) -> Iterator[str]:
         reason = ""
         if task.state == "pending" and (waits := task.pending):
             place = f"position {waits.position}" if waits.position else short_id(task.id)
-            known = first.setdefault(waits.message, place)
-            reason = with_short_ids(waits.message) if known == place else f"as {known}"
+            first_place = first.setdefault(waits.message, place)
+            reason = with_short_ids(waits.message) if first_place == place else f"as {first_place}"
             reason = f"{waits.position}. {reason}" if waits.position else reason
         yield "; ".join(part for part in (_now(task, reason), preempted, task.raw.get("notice")) if part)
 
