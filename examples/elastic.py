@@ -49,21 +49,21 @@ def fit(enough: int, most_steps: int = 1000) -> int:
 def lead(server: socket.socket, enough: int, most_steps: int) -> int:
     task = current_task()
     first, slope, offset = task.resume_state or (1, 0.0, 0.0)
-    others: dict[int, IO[str]] = {}
+    streams: dict[int, IO[str]] = {}
     for step in range(first, most_steps + 1):
         if task.should_stop:
             raise Stopped
-        meet(server, others)
-        began, shares = time.monotonic(), len(others) + 1
-        for share, other in enumerate(others.values(), start=1):
-            write(other, [slope, offset, share, shares])
+        meet(server, streams)
+        began, shares = time.monotonic(), len(streams) + 1
+        for share, stream in enumerate(streams.values(), start=1):
+            write(stream, [slope, offset, share, shares])
         sums = [
             gradient(slope, offset, 0, shares),
-            *(json.loads(other.readline()) for other in others.values()),
+            *(json.loads(stream.readline()) for stream in streams.values()),
         ]
         slope -= RATE * sum(down for down, _ in sums) / ROWS
         offset -= RATE * sum(across for _, across in sums) / ROWS
-        ranks = ", ".join(map(str, sorted([0, *others])))
+        ranks = ", ".join(map(str, sorted([0, *streams])))
         print(
             f"step {step} by rank {ranks}: y = {slope:.3f} x + {offset:.3f}, {time.monotonic() - began:.1f} s"
         )
@@ -74,17 +74,17 @@ def lead(server: socket.socket, enough: int, most_steps: int) -> int:
     return most_steps
 
 
-def meet(server: socket.socket, others: dict[int, IO[str]]) -> None:
+def meet(server: socket.socket, streams: dict[int, IO[str]]) -> None:
     """Drop the ranks that have left, and wait for those that have joined."""
     at_work = current_task().accept_world()
-    for rank in [rank for rank in others if rank not in at_work]:
-        others.pop(rank).close()
+    for rank in [rank for rank in streams if rank not in at_work]:
+        streams.pop(rank).close()
         print(f"rank {rank} has left")
-    while not others.keys() >= {rank for rank in at_work if rank > 0}:
+    while not streams.keys() >= {rank for rank in at_work if rank > 0}:
         connection, _ = server.accept()
-        other = connection.makefile("rw")
-        rank = int(other.readline())
-        others[rank] = other
+        stream = connection.makefile("rw")
+        rank = int(stream.readline())
+        streams[rank] = stream
         print(f"rank {rank} has joined")
 
 

@@ -66,29 +66,29 @@ def events_of(running: Service, after: int) -> Iterator[dict[str, Any]]:
 
 def outcome_of(events: Iterable[dict[str, Any]], shape: Shape, cpu_seconds: float = 0.0) -> Outcome:
     """Return the outcome of a load. Raises RuntimeError unless every task of the shape succeeded."""
-    found = Outcome(cpu_seconds=cpu_seconds)
+    outcome = Outcome(cpu_seconds=cpu_seconds)
     submitted: dict[str, tuple[float, str]] = {}
     leased: dict[str, tuple[float, int]] = {}
     for event in events:
         kind, key, at = event["kind"], event["key"], _seconds(event["at"])
-        found.counts[kind] += 1
+        outcome.counts[kind] += 1
         match kind:
             case "task.submitted":
                 submitted[key] = at, event["fields"]["name"]
-                found.began = found.began or at
+                outcome.began = outcome.began or at
             case "task.admitted" if key in submitted and event["fields"]["fence"] == 1:
                 since, name = submitted[key]
-                found.waits[name].append(at - since)
+                outcome.waits[name].append(at - since)
             case "lease.reserved":
                 leased[key] = at, event["fields"]["mb"]
             case "lease.released":
                 since, mb = leased.pop(key)
-                found.held_unit_seconds += (at - since) * mb / UNIT_MB
+                outcome.held_unit_seconds += (at - since) * mb / UNIT_MB
             case _ if kind in ENDS:
-                found.ended = at
-    if found.counts["task.succeeded"] != shape.tasks:
-        raise RuntimeError(f"{shape.tasks} tasks had to succeed; the log has {dict(found.counts)}")
-    return found
+                outcome.ended = at
+    if outcome.counts["task.succeeded"] != shape.tasks:
+        raise RuntimeError(f"{shape.tasks} tasks had to succeed; the log has {dict(outcome.counts)}")
+    return outcome
 
 
 def _seconds(at: str) -> float:

@@ -40,16 +40,16 @@ def measure(options: Namespace) -> Iterator[Figure]:
     uses = read_uses(options.data)
     loads = read_loads(options.data)
     own = spread({use.model for use in uses}, loads)
-    same = dict.fromkeys(own, statistics.fmean(loads))
+    means = dict.fromkeys(own, statistics.fmean(loads))
     report(
-        f"{len(uses):,} requests for {len(own)} models; a load takes {same[uses[0].model]:.1f} s on average"
+        f"{len(uses):,} requests for {len(own)} models; a load takes {means[uses[0].model]:.1f} s on average"
     )
     for slots in options.slots:
-        equal = {name: misses(uses, slots, policy(name, uses, same)) for name in POLICIES}
+        equal = {name: misses(uses, slots, policy(name, uses, means)) for name in POLICIES}
         different = {name: misses(uses, slots, policy(name, uses, own)) for name in POLICIES}
         hours = {name: seconds_of(uses, missed, own) / 3600 for name, missed in different.items()}
         hours[BEST] = least_seconds([use.model for use in uses], own, slots) / 3600
-        show(slots, uses, equal, same[uses[0].model], hours)
+        show(slots, uses, equal, means[uses[0].model], hours)
         yield from figures(slots, uses, equal, hours)
 
 

@@ -78,7 +78,7 @@ class Outcome:
     def figures(self) -> dict[str, tuple[float, str]]:
         """Return metric -> (value, unit)."""
         whole = self.capacity_mb * self.seconds or 1.0
-        found = {
+        values = {
             "utilisation": (100 * self.leased_mb_seconds / whole, "%"),
             "fragmentation": (100 * self.stranded_mb_seconds / (self.free_mb_seconds or 1.0), "% of free"),
             "preemptions": (float(self.preemptions), ""),
@@ -89,12 +89,12 @@ class Outcome:
         for name in (*(name for name, _, _ in BANDS), "batch, 8 GPUs"):
             waits = self.waits.get(name)
             if waits:
-                found[f"wait.{name}.mean"] = (mean(waits), "s")
-                found[f"wait.{name}.p90"] = (percentile(waits, 90), "s")
+                values[f"wait.{name}.mean"] = (mean(waits), "s")
+                values[f"wait.{name}.p90"] = (percentile(waits, 90), "s")
         held = sum(self.tenants.values())
         for tenant in sorted(self.tenants) if len(self.tenants) > 1 else ():
-            found[f"share.{tenant}"] = (100 * self.tenants[tenant] / held, "% of use")
-        return found
+            values[f"share.{tenant}"] = (100 * self.tenants[tenant] / held, "% of use")
+        return values
 
 
 @dataclass

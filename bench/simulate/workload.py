@@ -98,23 +98,23 @@ def a_day(seed: int, hours: float, gpus: int, load: float, stated: float = 0.0) 
     (0 to 1) of them states its run time, up to a third too long.
     """
     chance, statements = Random(f"{seed}/day"), Random(f"{seed}/stated")
-    made = [
+    nodes = [
         a_node(f"n{i:03}", GPUS_PER_NODE, 128.0, 1024 * GIB, "H100", GPU_MB)
         for i in range(max(1, gpus // GPUS_PER_NODE))
     ]
-    devices = [device for _, there in made for device in there]
-    wanted = load * hours * 3600.0 * sum(device.allocatable_mb for device in devices)
+    devices = [device for _, of_node in nodes for device in of_node]
+    missing_mb_seconds = load * hours * 3600.0 * sum(device.allocatable_mb for device in devices)
     jobs: list[Job] = []
-    while wanted > 0:
+    while missing_mb_seconds > 0:
         job = _random_job(chance, hours, len(jobs))
         demand = job.task.demand
-        wanted -= job.seconds * demand.gpus * (demand.gpu_mb or 0)
+        missing_mb_seconds -= job.seconds * demand.gpus * (demand.gpu_mb or 0)
         if statements.random() < stated:
             expected = Seconds(job.seconds * statements.uniform(1.0, 1.33))
             job = replace(job, task=replace(job.task, expected_seconds=expected))
         jobs.append(job)
     jobs.sort(key=lambda job: job.task.submitted_at)
-    return Workload(f"day{seed}", [node for node, _ in made], devices, jobs)
+    return Workload(f"day{seed}", [node for node, _ in nodes], devices, jobs)
 
 
 def _random_job(chance: Random, hours: float, number: int) -> Job:
@@ -148,7 +148,7 @@ def an_openb_day(data: Path, nodes: int, trace: str = "default") -> Workload:
         raise NoTrace(f"no trace {trace!r} in {data}; traces: {traces}")
     machines = sorted(read_machines(data), key=lambda m: (-m.gpus, -m.cpu_milli, m.name))[:nodes]
     made = [a_node(m.name, m.gpus, m.cpu_milli / 1000, m.memory_mb, m.kind, TRACE_GPU_MB) for m in machines]
-    there, devices = [node for node, _ in made], [device for _, of_node in made for device in of_node]
+    nodes_only, devices = [node for node, _ in made], [device for _, of_node in made for device in of_node]
     priorities = {"LS": 70, "Guaranteed": 60, "Burstable": 50, "BE": 20}
     jobs = []
     with open(data / TASKS.format(trace), newline="") as file:
@@ -163,11 +163,11 @@ def an_openb_day(data: Path, nodes: int, trace: str = "default") -> Workload:
                 cpu=int(row["cpu_milli"]) / 1000,
                 memory_mb=Mib(int(row["memory_mib"])),
             )
-            came = float(row["creation_time"])
+            submitted_at = float(row["creation_time"])
             ran = float(row["deletion_time"]) - float(row["scheduled_time"] or row["creation_time"])
             priority = priorities.get(row["qos"], 50)
-            task = Task(TaskId(row["name"]), "trace", row["qos"], priority, demand, Instant(came))
-            if check(demand, devices, there, Policy()) is None:
+            task = Task(TaskId(row["name"]), "trace", row["qos"], priority, demand, Instant(submitted_at))
+            if check(demand, devices, nodes_only, Policy()) is None:
                 jobs.append(Job(task, max(1.0, ran)))
     jobs.sort(key=lambda job: (job.task.submitted_at, job.task.id))
-    return Workload(f"openb-{trace}", there, devices, jobs)
+    return Workload(f"openb-{trace}", nodes_only, devices, jobs)

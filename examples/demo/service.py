@@ -115,8 +115,8 @@ def _end_all() -> None:
 
 def _alive() -> list[psutil.Process]:
     """Return the descendants that have not ended."""
-    found = psutil.Process().children(recursive=True)
-    _, alive = psutil.wait_procs(found, timeout=0)
+    descendants = psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs(descendants, timeout=0)
     return list(alive)
 
 

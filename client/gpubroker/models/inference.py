@@ -121,12 +121,12 @@ def event_in(line: str) -> dict[str, Any] | None:
 
 
 def _queue_headers(options: Mapping[str, Any]) -> dict[str, str]:
-    given = {
+    headers = {
         "x-priority": options.get("priority"),
         "x-model-type": options.get("model_type"),
         "x-timeout-seconds": options.get("timeout_seconds"),
     }
-    return {name: str(value) for name, value in given.items() if value is not None}
+    return {name: str(value) for name, value in headers.items() if value is not None}
 
 
 def _versioned(options: Mapping[str, Any]) -> str:

@@ -58,20 +58,20 @@ def decode_outputs(answer: Answer) -> "dict[str, NDArray[Any]]":
     content = memoryview(answer.content)
     try:
         offset = int(answer.headers.get(HEAD_BYTES, len(content)))
-        found: dict[str, NDArray[Any]] = {}
+        arrays: dict[str, NDArray[Any]] = {}
         for output in json.loads(bytes(content[:offset]))["outputs"]:
             size = (output.get("parameters") or {}).get("binary_data_size")
             shape, datatype = output["shape"], output["datatype"]
             if size is None:
-                found[output["name"]] = _from_json(output["data"], datatype, shape)
+                arrays[output["name"]] = _from_json(output["data"], datatype, shape)
             else:
-                found[output["name"]] = _unpack(content[offset : offset + size], datatype, shape)
+                arrays[output["name"]] = _unpack(content[offset : offset + size], datatype, shape)
                 offset += size
     except (ValueError, KeyError, TypeError, struct.error) as fault:
         raise BrokerError(
             f"cannot read the answer of the model: {fault!r}", code="not-a-model", status=answer.status
         ) from fault
-    return found
+    return arrays
 
 
 def tensor_of(name: str, given: "ArrayLike") -> tuple[dict[str, Any], bytes]:

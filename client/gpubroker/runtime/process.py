@@ -120,14 +120,14 @@ def look_for_modules_in(directories: Sequence[str]) -> None:
     sys.path[:0] = [path for path in directories if path not in sys.path]
 
 
-def take_process(order: RunOrder, given: ProcessSetup) -> None:
+def take_process(order: RunOrder, setup: ProcessSetup) -> None:
     """Make this the process of a run. Called once, before user code. Raises OSError or KeyError if the system
     refuses a step, and NoDirectory."""
     os.environ.update(order.env)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuid for uuid, _mb in order.leases)
     os.environ[RUN_MARK] = str(order.key)
-    os.environ[INSTANCE_MARK] = given.instance
-    os.environ[NODE_MARK] = given.node
+    os.environ[INSTANCE_MARK] = setup.instance
+    os.environ[NODE_MARK] = setup.node
     os.environ["GPUBROKER_TASK"] = order.task
     os.environ["GPUBROKER_ATTEMPT"] = str(order.attempt)
     if order.resume_uri is not None:
@@ -139,28 +139,28 @@ def take_process(order: RunOrder, given: ProcessSetup) -> None:
         limit_torch(order.env[FRACTIONS])
     os.nice(NICENESS)
     adopt_orphans()
-    if given.user:
-        become(given.user)
+    if setup.user:
+        become(setup.user)
     if order.working_directory:
-        _enter(order.working_directory, given)
+        _enter(order.working_directory, setup)
     if order.upload:
         sys.path.insert(0, order.working_directory)
 
 
-def _enter(directory: str, given: ProcessSetup) -> None:
+def _enter(directory: str, setup: ProcessSetup) -> None:
     """Change to the directory of the run. Raises NoDirectory if that is not possible."""
     try:
         os.chdir(directory)
     except OSError as fault:
-        node = f"node {given.node}" if given.node else "its node"
-        user = f"user {given.user}" if given.user else "the user of the service"
-        found = {
+        node = f"node {setup.node}" if setup.node else "its node"
+        user = f"user {setup.user}" if setup.user else "the user of the service"
+        problem = {
             errno.ENOENT: "does not exist there",
             errno.ENOTDIR: "is not a directory there",
             errno.EACCES: f"cannot be entered there by {user}, as whom tasks run",
         }.get(fault.errno or 0, f"cannot be entered there: {fault.strerror}")
         raise NoDirectory(
-            f"the command was to run on {node} in {directory}, which {found}; name a directory that every "
+            f"the command was to run on {node} in {directory}, which {problem}; name a directory that every "
             "node has (--dir DIR), send yours with the task (--upload DIR), or name a node that has it "
             "(--on node=NAME)"
         ) from None

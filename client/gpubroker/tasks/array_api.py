@@ -221,7 +221,7 @@ class ArrayApi(Operations):
     def _submit_array(
         self, target: Target, items: Iterable[Any], args: Sequence[Any], options: ArrayOptions
     ) -> Steps[Array]:
-        of_task, given = parted_options(options, ArrayOptions)
+        of_task, of_array = parted_options(options, ArrayOptions)
         body = yield from fitting_body(self._send, target, args, of_task)
         listed = _listed(items)
         packed = _packed(target, listed)
@@ -239,17 +239,19 @@ class ArrayApi(Operations):
         else:
             given_as = None
         text = packed if given_as is None else json.dumps(given_as).encode()
-        rest = json.dumps(given).encode()[1:]
-        body = body[:-1] + b',"items":' + text + (b"," if given else b"") + rest
+        array_fields = json.dumps(of_array).encode()[1:]
+        body = body[:-1] + b',"items":' + text + (b"," if of_array else b"") + array_fields
         key = options.get("idempotency_key")
         made = yield from self._make("/arrays", key, body, patience_seconds=_SUBMIT_SECONDS)
         return decode(Array, made)
 
-    def _items_after(self, array: AnyArray, cursor: str | None, wanted: ItemFilter) -> Steps[Page[ArrayItem]]:
-        params: dict[str, Any] = {**wanted, "after": cursor, "limit": _ITEMS_PER_PAGE}
+    def _items_after(
+        self, array: AnyArray, cursor: str | None, filters: ItemFilter
+    ) -> Steps[Page[ArrayItem]]:
+        params: dict[str, Any] = {**filters, "after": cursor, "limit": _ITEMS_PER_PAGE}
         raw = yield from self._ask("GET", f"{_path(array)}/items", **params)
-        found = tuple(decode(ArrayItem, item, array=_id_of(array)) for item in raw["items"])
-        return a_page(found, str(raw["next_after"]) if raw["has_more"] else None, raw)
+        array_items = tuple(decode(ArrayItem, item, array=_id_of(array)) for item in raw["items"])
+        return a_page(array_items, str(raw["next_after"]) if raw["has_more"] else None, raw)
 
 
 class _Mapped:

@@ -72,14 +72,14 @@ def logs(
     """Print what a task has printed: its standard output to yours, its standard error to yours."""
     if stream not in (None, *STREAMS):
         raise typer.BadParameter(f"--stream is stdout or stderr, not {stream!r}")
-    given = {"follow": follow or None, "attempt": attempt, "rank": rank, "worker": worker}
-    wanted = cast("LogOptions", {name: value for name, value in given.items() if value is not None})
+    filters = {"follow": follow or None, "attempt": attempt, "rank": rank, "worker": worker}
+    options = cast("LogOptions", {name: value for name, value in filters.items() if value is not None})
     with connect() as broker:
-        found = task_id(broker, task)
+        id = task_id(broker, task)
         if stream is None:
-            show_logs(broker, found, wanted)
+            show_logs(broker, id, options)
         else:
-            _show_log(broker, found, {**wanted, "stream": stream})
+            _show_log(broker, id, {**options, "stream": stream})
 
 
 def follow_and_show(broker: Broker, task: str, output: Format) -> None:

@@ -315,13 +315,13 @@ def _signature_of_submit() -> inspect.Signature:
     """Return a signature from which typer reads the parameters. They are declared in a class because there
     are more of them than a function may have lines."""
     context, _given = inspect.signature(submit).parameters.values()
-    taken = [
+    parameters = [
         inspect.Parameter(
             name, context.kind, default=default, annotation=SubmitParameters.__annotations__[name]
         )
         for name, default in SubmitParameters._field_defaults.items()
     ]
-    return inspect.Signature([context, *taken], return_annotation=None)
+    return inspect.Signature([context, *parameters], return_annotation=None)
 
 
 setattr(submit, "__signature__", _signature_of_submit())  # noqa: B010
@@ -336,11 +336,11 @@ def options_of_submit(*, but: str) -> Callable[[F], F]:
 
     def decorate(command: F) -> F:
         *parameters, output, _given = inspect.signature(command, eval_str=True).parameters.values()
-        taken = {parameter.name for parameter in parameters} | {output.name, *but.split()}
+        left_out = {parameter.name for parameter in parameters} | {output.name, *but.split()}
         added = [
             parameter
             for parameter in inspect.signature(submit).parameters.values()
-            if parameter.name not in taken
+            if parameter.name not in left_out
         ]
         setattr(command, "__signature__", inspect.Signature([*parameters, *added, output]))  # noqa: B010
         return command
