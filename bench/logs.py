@@ -87,8 +87,8 @@ def lost_of(numbers: Sequence[int], expected: int) -> int:
     """Return the number of lines that did not arrive exactly once and in their place."""
     if list(numbers) == list(range(expected)):
         return 0
-    came = len(set(numbers))
-    return max(1, expected - came + len(numbers) - came)
+    distinct = len(set(numbers))
+    return max(1, expected - distinct + len(numbers) - distinct)
 
 
 async def _read(gateway: Service, task: str, found: list[tuple[int, float]]) -> None:

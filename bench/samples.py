@@ -100,7 +100,7 @@ def history(nodes: int, gpus: int) -> tuple[float, float]:
     return kept_mb, statistics.median(passes)
 
 
-def take_over(kept: FleetHistory, world: World, at: Instant) -> float:
+def take_over(history_of_fleet: FleetHistory, world: World, at: Instant) -> float:
     """Take over a sample of each node and device, and return the CPU seconds, without those of making the
     sample."""
     for name in world.nodes:
@@ -109,6 +109,6 @@ def take_over(kept: FleetHistory, world: World, at: Instant) -> float:
         sample = NodeSample(name, at, 0.5, Mib(1000), Mib(500), 0.0, (DiskSample("/", 100, 50),), gpus=gpus)
         world.measure([DeviceSample(key, at, Mib(100), utilization=0.5) for key in keys], [sample])
     before = time.process_time()
-    for _ in kept.follow(world):
+    for _ in history_of_fleet.follow(world):
         pass
     return time.process_time() - before

@@ -14,11 +14,11 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 def size_bytes(text: str, plain: int) -> float:
     """Return `18GiB`, `18g`, `512MiB` or `80GB` in bytes. A number without a unit is multiplied by `plain`
     bytes."""
-    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]*)\s*", text)
-    unit = found[2].lower() if found else ""
-    if found is None or (unit and unit not in _BYTES):
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]*)\s*", text)
+    unit = match[2].lower() if match else ""
+    if match is None or (unit and unit not in _BYTES):
         raise ValueError(f"invalid size {text!r}: write 18GiB, 512MiB or {18432 * 2**20 // plain}")
-    return float(found[1]) * (_BYTES[unit] if unit else plain)
+    return float(match[1]) * (_BYTES[unit] if unit else plain)
 
 
 def is_unit(word: str) -> bool:

@@ -170,8 +170,8 @@ class Commands(TyperGroup):
 def command_of(name: str) -> Any:
     """Return the function or the group of this name in its module."""
     panel, module = _PLACES[name]
-    known, word = vars(import_module(f"gpubroker.cli.{module}")), name.replace("-", "_")
-    found = known.get(word) or known[f"{word}_"]
+    members, word = vars(import_module(f"gpubroker.cli.{module}")), name.replace("-", "_")
+    command = members.get(word) or members[f"{word}_"]
     part = typer.Typer(add_completion=False)
     part.callback()(lambda: None)
     settings: dict[str, Any] = {"name": name, "rich_help_panel": panel}
@@ -179,10 +179,10 @@ def command_of(name: str) -> Any:
         from gpubroker.cli.tasks.submit import CommandAfterDashes
 
         settings |= {"cls": CommandAfterDashes, "context_settings": {"allow_extra_args": True}}
-    if isinstance(found, typer.Typer):
-        part.add_typer(found, **settings)
+    if isinstance(command, typer.Typer):
+        part.add_typer(command, **settings)
     else:
-        part.command(**settings)(found)
+        part.command(**settings)(command)
     return get_group(part).commands[name]
 
 

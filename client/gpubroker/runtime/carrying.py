@@ -36,10 +36,10 @@ def is_not_json(value: Any) -> bool:
 def faulty_part(parts: Iterable[Part], fails: Fails) -> str | None:
     """Return the name of the innermost part that fails, such as `argument 1['model'].lock`; None if each part
     can be carried by itself."""
-    found = _first(parts, fails)
-    if found is None:
+    faulty = _first(parts, fails)
+    if faulty is None:
         return None
-    name, value = found
+    name, value = faulty
     for _ in range(_DEEPEST):
         inner = _first(_parts_of(name, value), fails)
         if inner is None:

@@ -44,12 +44,12 @@ def entries_of(root: Path) -> Iterator[Entry]:
 def _entries(directory: Path, within: str, rules: Sequence[_Rules]) -> Iterator[Entry]:
     rules = (*rules, *_rules_in(directory, within))
     try:
-        found = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        listed = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except OSError as fault:
         raise WrongArgument(
             f"{directory} cannot be read: {fault.strerror}; allow it, or name it in .gpubrokerignore"
         ) from None
-    for entry in found:
+    for entry in listed:
         name = within + entry.name
         is_directory = entry.is_dir(follow_symlinks=False)
         if entry.name in NEVER_SENT or _is_ignored(f"{name}/" if is_directory else name, rules):
