@@ -1,1 +1,1 @@
-"""The benchmarks behind the performance table: `python -m bench NAME`. Never part of a test run."""
+"""The benchmarks behind the performance table: `python -m bench NAME`. They are never part of a test run."""

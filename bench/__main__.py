@@ -50,7 +50,7 @@ BENCHMARKS: dict[str, ModuleType] = {
 
 
 class _Help(RawDescriptionHelpFormatter, ArgumentDefaultsHelpFormatter):
-    """Keeps the paragraphs of a description, and adds its default to the help of an option."""
+    """Keeps the paragraphs of a description, and adds the default of an option to its help."""
 
     def _get_help_string(self, action: Action) -> str | None:
         has_default = action.default not in (None, False, "")
@@ -58,7 +58,7 @@ class _Help(RawDescriptionHelpFormatter, ArgumentDefaultsHelpFormatter):
 
 
 def parser() -> ArgumentParser:
-    """One subcommand per benchmark; its help is its module's docstring."""
+    """Return the parser, with one subcommand for each benchmark; its help is the docstring of its module."""
     root = ArgumentParser(prog="python -m bench", description=__doc__)
     names = root.add_subparsers(dest="name", metavar="NAME", required=True)
     width = get_terminal_size().columns - 2
@@ -77,7 +77,7 @@ def parser() -> ArgumentParser:
 
 
 def main() -> int:
-    """On SIGTERM a benchmark stops everything that it has started."""
+    """Run the benchmark of the command line. On SIGTERM a benchmark stops everything that it has started."""
     options = parser().parse_args()
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     for figure in BENCHMARKS[options.name].measure(options):

@@ -19,7 +19,7 @@ from bench.processes import bare_app
 
 DEVICE_MB = 24_576
 PATIENCE_SECONDS = 10.0
-"""For a gateway to learn of the tasks that the other one accepted."""
+"""The time in which a gateway must learn of the tasks that the other one accepted."""
 
 FULL_SETTINGS = {
     "ENGINE": "simulated",
@@ -45,14 +45,14 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 @contextmanager
 def full_deployment(variant: str) -> Iterator[Deployment]:
-    """A deployment whose only device is held by a task that does not end."""
+    """Yield a deployment whose only device is held by a task that does not end."""
     with deployed(variant, **FULL_SETTINGS) as running:
         fill_device(running)
         yield running
 
 
 def fill_device(running: Deployment) -> str:
-    """Returns the id of the task that holds all of its memory."""
+    """Submit a task that holds all memory of the device, and return its id."""
     gateway = running.gateways[0]
     run = {"entrypoint": "bench.tasks:noop", "kwargs": {"seconds": 86_400}}
     holder = gateway.ask("POST", "/tasks", {"run": run, "resources": {"gpu_mb": DEVICE_MB}})
@@ -90,7 +90,7 @@ def rounds_against_bare(running: Deployment, name: str, options: Namespace) -> I
 
 
 def must_be_queued(running: Deployment, accepted: int) -> None:
-    """Raises RuntimeError unless every accepted task is in the queue."""
+    """Check that every accepted task is in the queue. Raises RuntimeError if not."""
     for gateway in running.gateways:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (queued := gateway.ask("GET", "/stats")["tasks"]["pending"]) != accepted:

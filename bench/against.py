@@ -46,10 +46,10 @@ def measure(options: Namespace) -> Iterator[Figure]:
     sides = [_begin(tree.resolve(), options) for tree in (options.tree, Path(__file__).parents[1])]
     pairs: list[list[dict[str, float]]] = []
     for number in range(options.pairs):
-        found: dict[int, dict[str, float]] = {}
+        taken_by_side: dict[int, dict[str, float]] = {}
         for which in (0, 1) if number % 2 == 0 else (1, 0):
-            found[which] = _ask(sides[which])
-        pairs.append([found[0], found[1]])
+            taken_by_side[which] = _ask(sides[which])
+        pairs.append([taken_by_side[0], taken_by_side[1]])
         before, after = pairs[-1]
         report(
             f"  {options.of} {options.variant} pair {number + 1}: "
@@ -74,7 +74,8 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def _begin(tree: Path, options: Namespace) -> "subprocess.Popen[str]":
-    # The file of this checkout with the modules of that one: the other checkout may be older than this file.
+    # This checkout's file runs with the other checkout's modules, because that one may be older than this
+    # file.
     command = [str(tree / ".venv/bin/python"), "-P", __file__, options.of, options.variant]
     side = subprocess.Popen(
         [*command, str(options.seconds)],
@@ -95,7 +96,7 @@ def _ask(side: "subprocess.Popen[str]") -> dict[str, float]:
 
 
 def _answer(side: "subprocess.Popen[str]") -> dict[str, Any]:
-    """Return what it says next. Raises RuntimeError if it has ended."""
+    """Return the next answer of a side. Raises RuntimeError if its process has ended."""
     assert side.stdout is not None
     line = side.stdout.readline()
     if not line:
@@ -110,7 +111,7 @@ def _stdin(side: "subprocess.Popen[str]") -> IO[str]:
 
 
 def serve_rounds(of: str, variant: str, seconds: float) -> None:
-    """Run one round for each line of standard input, and print what it took."""
+    """Run one round for each line of standard input, and print its figures."""
     full = accept.full_deployment(variant)
     with deployed(variant, **RUN_SETTINGS) if of == "run" else full as running, ClosedLoop() as load:
         gateway = running.gateways[0]
@@ -138,7 +139,8 @@ def serve_rounds(of: str, variant: str, seconds: float) -> None:
 
 
 def _cpu_seconds(service: psutil.Process) -> dict[int, float]:
-    """Return the CPU time of the service and of what it has started, also of a Ray head that outlives it."""
+    """Return the CPU time of the service and of the processes it has started, including a Ray head that
+    outlives it."""
     data_dir = service.environ()["GPUBROKER_DATA_DIR"]
     seconds: dict[int, float] = {}
     for process in psutil.process_iter():
@@ -146,7 +148,7 @@ def _cpu_seconds(service: psutil.Process) -> dict[int, float]:
             if process == service or data_dir in process.environ().values() or _is_within(process, service):
                 seconds[process.pid] = sum(process.cpu_times()[:2])
         except psutil.Error:
-            continue  # it has ended
+            continue  # the process has ended
     return seconds
 
 

@@ -24,7 +24,7 @@ class PlainMaps(ChildProcess):
     module = "bench.plain_maps"
 
     def environment(self) -> dict[str, str]:
-        """A token, set before Ray is imported: this Ray is protected like the service's."""
+        """The token of this Ray, set before Ray is imported: it is protected like the service's Ray."""
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
     def seconds(self, how: str, items: int, ms: float, processes: int) -> float:
@@ -62,7 +62,7 @@ def items_against_ray(
     pairs: dict[str, list[Pair]] = {"pool": [], "tasks": []}
     items, ms, workers = options.items, options.ms, options.workers
     for how in pairs:
-        plain.seconds(how, workers, 1.0, workers)  # so that its processes are there
+        plain.seconds(how, workers, 1.0, workers)  # so that the processes exist
     for number in range(1, options.rounds + 1):
         before = seconds_of_array(running, items, ms, workers)
         took = {how: plain.seconds(how, items, ms, workers) for how in pairs}
@@ -78,7 +78,7 @@ def items_against_ray(
 
 
 def verify_efficiency(running: Deployment, variant: str, plain: PlainMaps, options: Namespace) -> Figure:
-    """Of two workers: the time on one by twice the time on two."""
+    """Measure the efficiency of two workers: the time on one worker divided by twice the time on two."""
     n, rounds = options.verifications, options.rounds
     ours: list[float] = []
     theirs: list[float] = []
@@ -93,7 +93,7 @@ def verify_efficiency(running: Deployment, variant: str, plain: PlainMaps, optio
 
 
 def seconds_of_array(running: Deployment, items: int, ms: float, workers: int) -> float:
-    """From the POST until the last result is stored."""
+    """Return the seconds from the POST until the last result is stored."""
     gateway = running.gateways[0]
     began = time.perf_counter()
     array = gateway.ask(
@@ -106,12 +106,12 @@ def seconds_of_array(running: Deployment, items: int, ms: float, workers: int) -
             "resources": {"cpu": 1},
         },
     )
-    while (seen := gateway.ask("GET", f"/arrays/{array['id']}"))["state"] in ("pending", "running"):
+    while (answer := gateway.ask("GET", f"/arrays/{array['id']}"))["state"] in ("pending", "running"):
         time.sleep(POLL_SECONDS)
     seconds = time.perf_counter() - began
-    if seen["state"] != "succeeded":
-        raise RuntimeError(f"array {array['id']} {seen['state']}: {seen['failed']} items failed")
-    wait_for_workers(running, seen["workers"])
+    if answer["state"] != "succeeded":
+        raise RuntimeError(f"array {array['id']} {answer['state']}: {answer['failed']} items failed")
+    wait_for_workers(running, answer["workers"])
     return seconds
 
 

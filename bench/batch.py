@@ -24,7 +24,7 @@ from bench.load import ClosedLoop
 from bench.measuring import Figure, Pair, compared, report
 
 TABLES = {"task": "id", "task_spec": "task", "event": "position"}
-"""The tables with a row per task -> the column that orders their rows by insertion."""
+"""The tables with one row per task -> the column that orders their rows by insertion."""
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def rounds(running: Deployment, plain: "PlainCopy | PlainSqlite", name: str, opt
     pairs: list[Pair] = []
     accepted = 0
     with ClosedLoop() as load:
-        for number in range(options.rounds + 1):  # the first is the warm-up
+        for number in range(options.rounds + 1):  # the first round is the warm-up
             posted = load.measure(*targets, connections=options.connections, seconds=options.seconds)
             count = options.tasks * len(posted.must_all_be(207).latencies_ms)
             running.wait_until_idle()

@@ -42,9 +42,9 @@ from tests.broker.stage import Stage, WitnessedExecutor
 GPUS = 8
 WAITING = 20
 NODES_HEARD = 5
-"""In each cycle."""
+"""The number of nodes that report in each cycle."""
 CYCLE_SECONDS = 0.01
-"""From one cycle to the next, on the clock of the leader."""
+"""The seconds between two cycles on the clock of the leader."""
 RULES = FleetRules(
     tuple(FleetTarget(measure, 0.6, 0.8) for measure in Measure),
     controller=True,
@@ -53,7 +53,7 @@ RULES = FleetRules(
 
 
 class Runs(WitnessedExecutor):
-    """Nodes that start what they are told to, at once."""
+    """An executor whose nodes start every ordered run at once."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage.store, stage.clock)
@@ -81,7 +81,7 @@ class BusyFleet:
 
     @classmethod
     async def begin(cls, folder: Path, nodes: int) -> "BusyFleet":
-        """All nodes have a task, and some wait."""
+        """Return a leader whose nodes all have a task, with some further tasks waiting."""
         busy = cls(folder, nodes)
         make_full_collections_rare()
         await busy._stage.lead()
@@ -102,7 +102,8 @@ class BusyFleet:
         return busy
 
     async def switch(self, *, on: bool) -> None:
-        """Fleet control, beside the cycles as in a service, and samples of machines."""
+        """Switch fleet control, which runs beside the cycles as in a service, and samples of machines on or
+        off."""
         self._stage.leader.fleet = self._fleet if on else None
         if self._keeping is not None:
             self._keeping.cancel()
@@ -111,7 +112,7 @@ class BusyFleet:
         self._keeping = asyncio.create_task(self._fleet.keep(self._between)) if on else None
 
     async def cycle(self) -> float:
-        """Seconds of CPU."""
+        """Run one cycle and return its CPU seconds."""
         stage, ended = self._stage, self._runs.begun_runs.popleft()
         stage.clock.time = Instant(stage.clock.time + CYCLE_SECONDS)
         await self._submit()

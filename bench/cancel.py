@@ -40,7 +40,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def one_round(running: Deployment, tasks: int) -> tuple[float, float]:
-    """Seconds to submit and to cancel. Raises RuntimeError unless all were cancelled."""
+    """Return the seconds to submit and to cancel. Raises RuntimeError unless all tasks were cancelled."""
     gateway = running.gateways[-1]
     began = time.perf_counter()
     gateway.ask("POST", "/tasks/batch", json.loads(a_batch(tasks)))

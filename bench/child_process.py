@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Any, Self
 
 NO_UV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
-"""Else Ray packs the folder and has each worker run by `uv run` wherever the benchmark was."""
+"""Turns off Ray's support of uv. With it, Ray packs the folder and starts each worker by `uv run` if the
+benchmark was started so."""
 
 
 class ChildProcess:
@@ -19,7 +20,7 @@ class ChildProcess:
     module: str
 
     def environment(self) -> dict[str, str]:
-        """Variables added to the environment of the process."""
+        """The variables to add to the environment of the process."""
         return {}
 
     def __enter__(self) -> Self:
@@ -40,7 +41,7 @@ class ChildProcess:
         self._process.wait(timeout=30)
 
     def ask(self, **command: Any) -> Any:
-        """Raises RuntimeError if the process has ended."""
+        """Send a command and return its answer. Raises RuntimeError if the process has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(command) + "\n")
@@ -52,13 +53,13 @@ class ChildProcess:
 
 
 def answer_commands(carry_out: Callable[..., Any]) -> None:
-    """In the child: one answer per command until stdin ends."""
+    """Answer commands, in the child process, until stdin ends."""
     for line in sys.stdin:
         _write(json.dumps(carry_out(**json.loads(line))) + "\n")
 
 
 def _write(text: str) -> None:
-    """Write all of it, also to a pipe that takes only a part at a time."""
+    """Write the whole text, even to a pipe that takes only a part at a time."""
     left = memoryview(text.encode())
     while left:
         select.select([], [1], [])

@@ -48,7 +48,8 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def started(words: list[str], env: dict[str, str]) -> tuple[float, float]:
-    """Milliseconds by the clock, and of CPU. Raises RuntimeError."""
+    """Run a command and return its milliseconds of wall time and of CPU time. Raises RuntimeError if it
+    fails."""
     began = time.perf_counter()
     process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)

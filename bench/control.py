@@ -75,7 +75,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def _look(nodes: int, looks: int) -> Figure:
-    """One step of fleet control and what a cycle takes over from it."""
+    """Measure one step of fleet control and what a cycle takes over from it."""
     world, policy = _fleet(nodes), Policy()
     targets = tuple(FleetTarget(measure, 0.6, 0.8) for measure in Measure)
     overload = {measure: Threshold(0.95, 0.85) for measure in ("cpu", "host_memory")}
@@ -91,7 +91,7 @@ def _look(nodes: int, looks: int) -> Figure:
 
 
 async def _cycles(nodes: int, cycles: int) -> Figure:
-    """Milliseconds of CPU of the process, the 99th of 100 cycles."""
+    """Measure the milliseconds of CPU of the process for a cycle, as the 99th of 100 cycles."""
     with TemporaryDirectory() as folder:
         busy = await BusyFleet.begin(Path(folder), nodes)
         with_it, without = [], []
@@ -110,15 +110,16 @@ async def _cycles(nodes: int, cycles: int) -> Figure:
 
 
 def _diagnoses(nodes: int, looks: int) -> Iterator[Figure]:
-    """All that `GET /diagnostics` looks for, in a fleet without findings; and what it takes to find that
-    nothing but a change will start a task, between which others have their turn."""
+    """Measure everything that `GET /diagnostics` looks for, in a fleet without findings. Also measure how
+    long it takes to find that nothing but a change will start a task; others have their turn during that
+    search."""
     world, policy, now = _fleet(nodes), Policy(), Instant(1.0)
     agents = {node: {"python": "3.12.1", "ray": "2.50.0", "clock_ahead_seconds": 0} for node in world.nodes}
-    known = FleetKnown({"state": "connected", "agents": agents}, has_leader=True)
+    facts = FleetKnown({"state": "connected", "agents": agents}, has_leader=True)
     seconds = []
     for _ in range(looks):
         began = time.perf_counter()
-        assert not list(diagnose_fleet(world, policy, known, now))
+        assert not list(diagnose_fleet(world, policy, facts, now))
         seconds.append(time.perf_counter() - began)
     yield Figure("control", "control.diagnosis_ms", statistics.median(seconds) * 1000, "ms", looks)
     task = a_task("t", gpu_mb=100 * GIB)
@@ -131,8 +132,8 @@ def _diagnoses(nodes: int, looks: int) -> Iterator[Figure]:
 
 
 async def _idle(nodes: int, looks: int) -> list[Figure]:
-    """With all GPUs idle: what the leader writes for other processes each second, and the CPU time of
-    what a scrape reads, when a gateway answers nothing else, and of its text."""
+    """Measure, with all GPUs idle, the bytes that the leader writes for other processes each second, and the
+    CPU time of reading and of formatting a scrape while a gateway answers nothing else."""
     world, policy, store = _fleet(nodes), Policy(), CountingStore()
     control = FleetControl(FleetRules(), policy)
     for now in (Instant(0.0), Instant(400.0)):
@@ -140,11 +141,11 @@ async def _idle(nodes: int, looks: int) -> list[Figure]:
         control.step(world, {}, now)
     leader = LeaderSeen(Term(1), "bench", now, {}, fleet=control.seen)
     publisher = Publisher(world, {}, lambda _: leader, store)
-    for _ in range(2):  # the first one tells all
+    for _ in range(2):  # the first call writes all values
         await publisher.publish(leader.term)
-    told = fragmentation(world, policy, now), None
-    known = world, lambda: 0.0, lambda: leader, policy, lambda: now, lambda: told
-    telemetry = Telemetry(Sources(*known, str, lambda: None))
+    pieces = fragmentation(world, policy, now), None
+    sources = world, lambda: 0.0, lambda: leader, policy, lambda: now, lambda: pieces
+    telemetry = Telemetry(Sources(*sources, str, lambda: None))
     reads, texts = [], []
     for _ in range(looks):
         began = time.process_time()
@@ -161,10 +162,10 @@ async def _idle(nodes: int, looks: int) -> list[Figure]:
 
 
 class CountingStore(LastValueStore):
-    """Nobody reads it."""
+    """Counts the bytes that are written. Nobody reads them."""
 
     written_bytes = 0
-    """At last."""
+    """The number of bytes of the last write."""
 
     async def publish(self, _term: Term, _number: int, values: LastValues) -> None:
         self.written_bytes = len(json_text(values))
@@ -174,7 +175,7 @@ class CountingStore(LastValueStore):
 
 
 def _day(hours: float, seeds: int) -> Iterator[Figure]:
-    """Means over the seeds: shares of the GPUs' time in use, and waits of all higher bands."""
+    """Measure the means over the seeds: shares of the GPUs' time in use, and waits of all higher bands."""
     days = [[use_of(seed, hours, fills=fills) for fills in (True, False)] for seed in range(1, seeds + 1)]
     for name, uses in zip(("filled", "plain"), zip(*days, strict=True), strict=True):
         held = statistics.mean(use.held for use in uses)

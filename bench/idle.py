@@ -27,7 +27,7 @@ KINDS = {
     "ray::DashboardAgent": "Ray's DashboardAgent",
     "ray::RuntimeEnvAgent": "Ray's RuntimeEnvAgent",
 }
-"""By a part of the command line."""
+"""A part of the command line -> the kind of process that has it."""
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -37,19 +37,20 @@ def add_options(parser: ArgumentParser) -> None:
 def measure(options: Namespace) -> Iterator[Figure]:
     with service(SIMULATED_DEVICES=DEVICES) as running:
         time.sleep(options.seconds)
-        found = pss_mb(running)
-    for kind, mb in sorted(found.items(), key=lambda one: -sum(one[1])):
+        mb_by_kind = pss_mb(running)
+    for kind, mb in sorted(mb_by_kind.items(), key=lambda item: -sum(item[1])):
         report(f"  {kind}: {sum(mb):.0f} MiB in {len(mb)}")
-    yield figure(found)
+    yield figure(mb_by_kind)
 
 
-def figure(found: Mapping[str, Sequence[float]]) -> Figure:
-    processes = sum(map(len, found.values()))
-    return Figure("idle", "idle.pss_mb", sum(map(sum, found.values())), "MiB", processes)
+def figure(mb_by_kind: Mapping[str, Sequence[float]]) -> Figure:
+    processes = sum(map(len, mb_by_kind.values()))
+    return Figure("idle", "idle.pss_mb", sum(map(sum, mb_by_kind.values())), "MiB", processes)
 
 
 def pss_mb(running: Service) -> dict[str, list[float]]:
-    """Of each process, by kind; of one that is no part of the service as its command line."""
+    """Return the PSS of each process in MiB, by kind. A process that is no part of the service has its
+    command line as its kind."""
     found: dict[str, list[float]] = defaultdict(list)
     for process in processes_of(running):
         command = " ".join(process.cmdline()).strip()
@@ -60,7 +61,8 @@ def pss_mb(running: Service) -> dict[str, list[float]]:
 
 
 def processes_of(running: Service) -> list[psutil.Process]:
-    """The service, the supervisor of its head, whose command names the data directory, and all below them."""
+    """Return the service, the supervisor of its head, whose command names the data directory, and all
+    processes below them."""
     named = [one for one in psutil.process_iter(["cmdline"]) if _names(one, str(running.data_dir))]
     below = [child for root in (running.process, *named) for child in root.children(recursive=True)]
     return list({one.pid: one for one in (psutil.Process(running.process.pid), *named, *below)}.values())

@@ -32,13 +32,14 @@ class Echo(MLModel):
 
 @contextmanager
 def triton(models: Sequence[str]) -> Iterator[Triton]:
-    """A real Triton, as `make triton` installs it, with these models of `tests/triton/models` loaded."""
+    """Yield a real Triton, as `make triton` installs it, with these models of `tests/triton/models`
+    loaded."""
     with tempfile.TemporaryDirectory(prefix="gpb-triton-") as folder, Triton(Path(folder), models) as running:
         yield running
 
 
 class PerfAnalyzer:
-    """Triton's load generator for gRPC, in C++: one in Python would be slower than what it measures."""
+    """Triton's load generator for gRPC, in C++, since one in Python would be slower than what it measures."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -49,7 +50,7 @@ class PerfAnalyzer:
     def measure(
         self, port: int, model: str, floats: int, *, clients: int, requests: int, token: str = ""
     ) -> Measured:
-        """Raises RuntimeError if any request was refused."""
+        """Send the requests and return the measurement. Raises RuntimeError if any request was refused."""
         self._runs += 1
         options = [
             "-i", "grpc", "-u", f"127.0.0.1:{port}", "-m", model, "--shape", f"INPUT0:1,{floats}",
@@ -71,9 +72,9 @@ def perf_analyzer() -> Iterator[PerfAnalyzer]:
 
 @contextmanager
 def mlserver(model: str) -> Iterator[tuple[int, psutil.Popen]]:
-    """(HTTP port, process) of an MLServer whose model returns its input; it speaks Triton's protocol.
+    """Yield (HTTP port, process) of an MLServer whose model returns its input; it speaks Triton's protocol.
 
-    It does in one process what the service and Triton do in two, which is to its advantage. Raises
+    MLServer does in one process what the service and Triton do in two, which is to its advantage. Raises
     SystemExit if it is not installed.
     """
     if not (MLSERVER / "bin" / "mlserver").exists():

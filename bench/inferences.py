@@ -17,7 +17,7 @@ from bench.processes import SQLITE_DURABILITY, service
 
 MODEL = "doubles"
 SLEEP_MS = 10_000
-"""For an input this large the model sleeps for that many milliseconds."""
+"""An input this large makes the model sleep for as many milliseconds."""
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -39,7 +39,8 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def per_second(url: str, max_size: int, count: int) -> float:
-    """From the end of the inference they depend on to the last answer, by the service's clock."""
+    """Return the inferences answered per second, from the end of the one they depend on to the last answer,
+    by the service's clock."""
     settings = {"servers": [{"name": "main", "http_url": url}], "batch": {MODEL: {"max_size": max_size}}}
     with service(ENGINE="simulated", TRITON=json.dumps(settings)) as running:
         broker = Broker(url=f"http://127.0.0.1:{running.port}", token=running.token)

@@ -19,7 +19,8 @@ from bench.child_process import ChildProcess, answer_commands
 from bench.http import Connection, Target
 
 OPEN_CONNECTIONS = 16
-"""Per target of an open loop; a request waits if all of them wait for an answer."""
+"""The number of connections to each target of an open loop. A request waits if all of them wait for an
+answer."""
 SEED = 20261122
 
 
@@ -33,7 +34,8 @@ class Measured(Struct, frozen=True):
         return len(self.latencies_ms) / self.seconds
 
     def must_all_be(self, status: int) -> Self:
-        """Raises RuntimeError if any answer had another status: then the figures are worthless."""
+        """Check that all answers had this status. Raises RuntimeError otherwise, since the figures are
+        worthless then."""
         _check(self.statuses, status)
         return self
 
@@ -47,8 +49,8 @@ class ClosedLoop(ChildProcess):
     module = "bench.load"
 
     def measure(self, *targets: Target, connections: int, seconds: float) -> Measured:
-        """Send for `seconds`, then wait for the last answers; both count. Connections go to the targets in
-        turn."""
+        """Send requests for `seconds`, then wait for the last answers; both count. Connections are divided
+        among the targets in turn."""
         sent = [to_builtins(target) for target in targets]
         return Measured(**self.ask(targets=sent, connections=connections, seconds=seconds))
 
@@ -57,7 +59,7 @@ class OpenLoop(ChildProcess):
     module = "bench.load"
 
     def send(self, targets: list[Target], *, per_second: float, seconds: float, status: int) -> int:
-        """Send to the targets in turn, `per_second` on average (Poisson); returns the number of requests.
+        """Send to the targets in turn, `per_second` on average (Poisson), and return the number of requests.
         Raises RuntimeError if any answer has another status."""
         sent = [to_builtins(target) for target in targets]
         statuses = self.ask(targets=sent, per_second=per_second, seconds=seconds)["statuses"]
@@ -105,7 +107,7 @@ async def _measure(targets: list[Target], connections: int, seconds: float) -> M
 
 
 class _OpenConnection(Connection):
-    """In the queue of idle connections unless it waits for an answer."""
+    """A connection that is in the queue of idle connections unless it waits for an answer."""
 
     def __init__(self, idle: "asyncio.Queue[_OpenConnection]", statuses: Counter[str]) -> None:
         super().__init__()
@@ -146,7 +148,7 @@ async def _send(targets: list[Target], per_second: float, seconds: float) -> dic
 def carry_out(
     targets: list[dict[str, Any]], seconds: float, connections: int = 0, per_second: float = 0.0
 ) -> dict[str, Any]:
-    """`connections` for a closed loop, `per_second` for an open one."""
+    """Carry out one measurement. A closed loop is given `connections`, an open one `per_second`."""
     to = [Target(**target) for target in targets]
     if per_second:
         return {"statuses": uvloop.run(_send(to, per_second, seconds))}

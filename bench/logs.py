@@ -60,7 +60,7 @@ def figures(
 
 
 async def _followed(running: Deployment, gate: Path, options: Namespace) -> tuple[list[float], int]:
-    """The seconds from print to reader of each line, and how many were lost."""
+    """Return the seconds from print to reader of each line, and the number of lost lines."""
     each = options.per_second / options.runs
     first = running.gateways[0]
     body = {
@@ -84,11 +84,11 @@ async def _followed(running: Deployment, gate: Path, options: Namespace) -> tupl
 
 
 def lost_of(numbers: Sequence[int], expected: int) -> int:
-    """Lines that did not come once and in their place."""
+    """Return the number of lines that did not arrive exactly once and in their place."""
     if list(numbers) == list(range(expected)):
         return 0
-    came = len(set(numbers))
-    return max(1, expected - came + len(numbers) - came)
+    distinct = len(set(numbers))
+    return max(1, expected - distinct + len(numbers) - distinct)
 
 
 async def _read(gateway: Service, task: str, found: list[tuple[int, float]]) -> None:

@@ -22,7 +22,7 @@ from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.wire import write_reports
 
 COUNT = "BENCH_NODES"
-"""How many, for the driver process."""
+"""The variable with the number of nodes, for the driver process."""
 
 
 class IdleAgent:
@@ -59,10 +59,10 @@ class IdleAgent:
         return read[-1][0], write_reports(self._config.node, time.time(), reports, held, self._protocol)
 
     async def _take(self, *_: Any) -> None:
-        """Nothing is ordered from an idle node, and nothing left behind."""
+        """Accept an order without carrying it out: an idle node has no runs and nothing left behind."""
 
     async def _tell(self, every_seconds: float, make: Callable[[], tuple[Any, ...]]) -> None:
-        """Not all agents at the same moments: their clocks drift apart."""
+        """Report every `every_seconds`. Agents report at different moments, as their clocks drift apart."""
         assert self._mailbox is not None, "it was announced"
         await asyncio.sleep(random.random() * every_seconds)
         while True:
@@ -120,7 +120,7 @@ class _Method:
 
 
 def a_node(number: int) -> dict[str, Any]:
-    """As Ray describes one."""
+    """Return a node as Ray describes it."""
     name = f"node{number:04}"
     return {
         "NodeID": name,

@@ -31,7 +31,7 @@ class Figure(Struct, frozen=True):
     value: float
     unit: str
     n: int
-    """Operations measured, over all rounds."""
+    """The number of operations measured, over all rounds."""
     durability: str = ""
     """The database and its durability settings."""
     baseline: float | None = None
@@ -61,7 +61,7 @@ def report(text: str) -> None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` % of the values do not exceed (nearest rank)."""
+    """Return the smallest value that at least `percent` % of the values do not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
@@ -76,7 +76,7 @@ class Pair(Struct, frozen=True):
 def compared(
     bench: str, figure: str, unit: str, rounds: Sequence[Pair], n: int, durability: str = ""
 ) -> Figure:
-    """The medians of both sides, and of their ratios per round."""
+    """Return a figure with the medians of both sides, and of their ratios per round."""
     return Figure(
         bench,
         figure,

@@ -40,7 +40,7 @@ class Used(NamedTuple):
 
 
 def at_rest(nodes: int, gpus: int, seconds: float) -> Used:
-    """Raises NotReady if not all nodes answer in time."""
+    """Measure a leader at rest. Raises NotReady if not all nodes answer in time."""
     with TemporaryDirectory(prefix="gpb-bench-") as folder, socket.create_server(("127.0.0.1", 0)) as head:
         os.environ[COUNT] = str(nodes)
         settings = {
@@ -61,7 +61,7 @@ def at_rest(nodes: int, gpus: int, seconds: float) -> Used:
 
 
 def wait_for_nodes(running: Service, nodes: int) -> None:
-    """Until all have answered. Raises NotReady."""
+    """Wait until all nodes have answered. Raises NotReady if they do not in time."""
     deadline = time.monotonic() + START_SECONDS
     while (there := running.ask("GET", "/stats")["nodes"]["ready"]) != nodes:
         if time.monotonic() > deadline:

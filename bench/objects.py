@@ -22,11 +22,11 @@ from bench.measuring import Figure, Pair, compared, report
 
 READ = "bench.tasks:last_of"
 SMALL = 0.02
-"""CPUs, so that it runs in a warm process."""
+"""The CPUs of a task, few enough that it runs in a warm process."""
 
 
 IN_FLIGHT = 16
-"""Requests for results."""
+"""The number of requests for results in flight."""
 
 
 class Seconds(NamedTuple):
@@ -38,7 +38,7 @@ class PlainObjects(ChildProcess):
     module = "bench.plain_objects"
 
     def environment(self) -> dict[str, str]:
-        """A token, set before Ray is imported: this Ray is protected like the service's."""
+        """The token of this Ray, set before Ray is imported: it is protected like the service's Ray."""
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
     def seconds(self, mb: int, reads: int) -> Seconds:
@@ -101,7 +101,7 @@ def seconds_of_ours(broker: Broker, mb: int, reads: int) -> Seconds:
 
 
 def an_array(mb: int) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-    """Another one each time."""
+    """Return a different array at each call."""
     array = np.zeros(mb * 2**17)
     array[-1] = secrets.randbits(48)
     return array

@@ -76,7 +76,8 @@ def figures(
 
 @contextmanager
 def plain_rounds(database: str) -> Iterator[Sequence[float]]:
-    """Milliseconds of each round, appended meanwhile; empty on SQLite, where only the service may write."""
+    """Yield the milliseconds of each round, appended while the tasks arrive; nothing on SQLite, where only
+    the service may write."""
     rounds_ms: list[float] = []
     if not database.startswith("postgresql:"):
         yield rounds_ms
@@ -103,7 +104,7 @@ def _repeat_round(server: "psycopg.Connection[Any]", stop: Event, rounds_ms: lis
 
 @contextmanager
 def roomy_deployment(variant: str) -> Iterator[Deployment]:
-    """A deployment with room for every task, on the simulated engine."""
+    """Yield a deployment with room for every task, on the simulated engine."""
     devices = json.dumps([{"memory_mb": ROOM_MB}])
     with deployed(
         variant, ENGINE="simulated", SIMULATED_DEVICES=devices, ENTRYPOINTS="bench.tasks:*"
@@ -117,7 +118,8 @@ def targets_of(running: Deployment) -> list[Target]:
 
 
 def waits_ms(database: str, expected: int) -> list[float]:
-    """The waits of all tasks in the log, in commit order. Raises RuntimeError if one does not start."""
+    """Return the waits of all tasks in the log, in commit order. Raises RuntimeError if a task does not
+    start."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while len(waits := list(waits_of(task_events(database)))) < expected:
         if time.monotonic() > deadline:
@@ -127,7 +129,7 @@ def waits_ms(database: str, expected: int) -> list[float]:
 
 
 def waits_of(events: Sequence[LoggedEvent]) -> Iterator[float]:
-    """In milliseconds, of the tasks that were started."""
+    """Yield the waits, in milliseconds, of the tasks that were started."""
     submitted: dict[str, float] = {}
     started: dict[str, float] = {}
     for at, kind, key, fields in events:

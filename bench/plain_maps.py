@@ -13,7 +13,7 @@ POOLS: dict[int, Any] = {}
 
 
 class Timed:
-    """One item of so many milliseconds."""
+    """One item that takes `ms` milliseconds of CPU time."""
 
     def __init__(self, ms: float) -> None:
         self._ms = ms
@@ -31,23 +31,23 @@ def with_pool(items: int, ms: float, processes: int, chunk: int) -> list[int]:
 
     if processes not in POOLS:
         POOLS[processes] = Pool(processes)
-    found: list[int] = POOLS[processes].map(Timed(ms), range(items), chunksize=chunk)
-    return found
+    numbers: list[int] = POOLS[processes].map(Timed(ms), range(items), chunksize=chunk)
+    return numbers
 
 
 def with_tasks(items: int, ms: float, processes: int, chunk: int) -> list[int]:
-    """As many at once as there are processes, and one more for each that is ready to start."""
+    """Run as many tasks at once as there are processes, and submit one more whenever one is ready."""
     remote: Any = ray.remote(num_cpus=1)(some)
     starts = list(range(0, items, chunk))
     running: list[Any] = []
-    found: list[int] = []
+    numbers: list[int] = []
     while starts or running:
         while starts and len(running) < processes:
             first = starts.pop(0)
             running.append(remote.remote(first, min(items, first + chunk), ms))
         done, running = ray.wait(running, num_returns=1)
-        found += ray.get(done[0])
-    return found
+        numbers += ray.get(done[0])
+    return numbers
 
 
 WAYS: dict[str, Callable[[int, float, int, int], list[int]]] = {"pool": with_pool, "tasks": with_tasks}

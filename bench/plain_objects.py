@@ -14,25 +14,27 @@ READERS: list[Any] = []
 
 class Reader:
     def last(self, refs: list[Any]) -> float:
-        """In a list Ray leaves references alone."""
+        """Read the last element of the array. The reference is in a list because Ray would resolve it as an
+        argument."""
         return last_of(ray.get(refs[0]))
 
 
 def carry_out(mb: int, reads: int) -> tuple[float, float]:
-    """Seconds to store an array and read it once, and to read it again so many times."""
+    """Return the seconds to store an array and read it once, and the seconds to read it `reads` times
+    again."""
     if not READERS:
         remote_class: Any = ray.remote(num_cpus=0)(Reader)
         READERS.append(remote_class.remote())
     array = an_array(mb)
     began = time.perf_counter()
     ref = ray.put(array)
-    found = [ray.get(READERS[0].last.remote([ref]))]
+    values = [ray.get(READERS[0].last.remote([ref]))]
     first = time.perf_counter() - began
     began = time.perf_counter()
-    found += ray.get([READERS[0].last.remote([ref]) for _ in range(reads)])
+    values += ray.get([READERS[0].last.remote([ref]) for _ in range(reads)])
     seconds = first, time.perf_counter() - began
-    if found != [float(array[-1])] * (reads + 1):
-        raise RuntimeError(f"{len(found)} calls read an array that ends with {array[-1]}: {set(found)}")
+    if values != [float(array[-1])] * (reads + 1):
+        raise RuntimeError(f"{len(values)} calls read an array that ends with {array[-1]}: {set(values)}")
     return seconds
 
 

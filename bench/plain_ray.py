@@ -23,7 +23,8 @@ ACTORS: list[Any] = []
 
 
 async def call_for(seconds: float, in_flight: int) -> dict[str, float]:
-    """Keep `in_flight` calls in flight, round robin over the actors. `p50_ms` is that of one call."""
+    """Keep `in_flight` calls in flight, round robin over the actors, for `seconds`. `p50_ms` is the median of
+    one call."""
     began = time.perf_counter()
     took_ms: list[float] = []
 
@@ -46,7 +47,8 @@ def carry_out(processes: int, in_flight: int, seconds: float) -> dict[str, float
 
 
 def answer_on_plain_ray(carry_out: Callable[..., Any], **options: Any) -> None:
-    """Carry out the benchmark's commands on a local Ray, started with these options and ended afterwards."""
+    """Carry out the benchmark's commands on a local Ray, which is started with these options and ended
+    afterwards."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
         address="local",

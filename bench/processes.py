@@ -47,7 +47,7 @@ class Service(Struct, frozen=True):
         return {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
 
     def ask(self, method: str, path: str, body: Any = None, *, prefer: str = "") -> Any:
-        """The JSON answer. Raises Refused for 4xx and 5xx."""
+        """Return the JSON of the answer. Raises Refused for 4xx and 5xx."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}",
             method=method,
@@ -61,7 +61,7 @@ class Service(Struct, frozen=True):
             raise Refused(f"{method} {path}: {error.code} {error.read().decode()}") from None
 
     def wait_until(self, task: str, state: str) -> None:
-        """Raises NotReady if the task does not reach the state in time."""
+        """Wait until the task has this state. Raises NotReady if it does not reach the state in time."""
         deadline = time.monotonic() + START_SECONDS
         while (seen := self.ask("GET", f"/tasks/{task}"))["state"] != state:
             if time.monotonic() > deadline:
@@ -69,7 +69,8 @@ class Service(Struct, frozen=True):
             time.sleep(0.02)
 
     def wait_for_leader(self) -> None:
-        """Wait until there is a leader and this gateway knows the devices. Raises NotReady."""
+        """Wait until there is a leader and this gateway knows the devices. Raises NotReady if that takes too
+        long."""
         deadline = time.monotonic() + START_SECONDS
         while not (self.ask("GET", "/stats")["leader"]["holder"] and self.ask("GET", "/gpus")["items"]):
             if time.monotonic() > deadline:
@@ -79,9 +80,11 @@ class Service(Struct, frozen=True):
 
 @contextmanager
 def service(**settings: str) -> Iterator[Service]:
-    """`gpubroker serve` with these settings (environment names without GPUBROKER_), ready for requests.
+    """Run `gpubroker serve` with these settings (environment names without GPUBROKER_) and yield it once it
+    is ready.
 
-    Afterwards everything it started is stopped, including its local Ray, and its data directory removed.
+    Afterwards everything that it started is stopped, including its local Ray, and its data directory is
+    removed.
     """
     with tempfile.TemporaryDirectory(prefix="gpb-bench-") as folder, served(Path(folder), **settings) as it:
         yield it
@@ -91,7 +94,7 @@ def service(**settings: str) -> Iterator[Service]:
 def served(
     data_dir: Path, command: str = "serve", module: str = "gpubroker_server", **settings: str
 ) -> Iterator[Service]:
-    """`gpubroker serve` or `gpubroker gateway` with this data directory, which is kept."""
+    """Run `gpubroker serve` or `gpubroker gateway` with this data directory, which is kept."""
     with _process(command, data_dir, {"PORT": "0", **settings}, module) as process:
         running = _wait_until_ready(process, data_dir)
         try:
@@ -103,7 +106,7 @@ def served(
 
 @contextmanager
 def brokering(data_dir: Path, **settings: str) -> Iterator[psutil.Popen]:
-    """`gpubroker broker` with this data directory. Its local Ray keeps running afterwards."""
+    """Run `gpubroker broker` with this data directory. Its local Ray keeps running afterwards."""
     with _process("broker", data_dir, settings) as process:
         yield process
 
@@ -125,7 +128,7 @@ def _log_in(data_dir: Path) -> Path:
 
 @contextmanager
 def bare_app() -> Iterator[int]:
-    """The port of the baseline, a FastAPI app under the service's server settings."""
+    """Run the baseline, a FastAPI app under the service's server settings, and yield its port."""
     with tempfile.TemporaryDirectory(prefix="gpb-bare-") as folder:
         log = Path(folder) / "bare.log"
         with started([sys.executable, "-m", "bench.bare_app"], dict(os.environ), log) as process:
@@ -159,7 +162,8 @@ def started(
 
 def _wait_until_ready(process: psutil.Popen, data_dir: Path) -> Service:
     def ready() -> Service:
-        """The file may still be that of an earlier process, which does not answer."""
+        """Return the service if it answers. The file may still be that of an earlier process, which does not
+        answer."""
         known = json.loads((data_dir / "client.json").read_text())
         running = Service(process, int(known["url"].rpartition(":")[2]), known["token"], data_dir)
         running.ask("GET", "/readyz")
@@ -169,7 +173,8 @@ def _wait_until_ready(process: psutil.Popen, data_dir: Path) -> Service:
 
 
 def wait_for(question: Callable[[], T], process: psutil.Popen, log: Path) -> T:
-    """Ask until there is an answer. Raises NotReady if the process has ended or the time is up."""
+    """Ask until there is an answer, and return it. Raises NotReady if the process has ended or the time is
+    up."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError):

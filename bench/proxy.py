@@ -28,13 +28,13 @@ MODEL = "identity_fp32"
 
 
 class Shape(Struct, frozen=True):
-    """Size and number of concurrent requests."""
+    """The size of requests, and the number of concurrent ones."""
 
     name: str
     tensor_bytes: int
     clients: int
     is_json: bool = False
-    """Otherwise the tensors are binary in both directions."""
+    """True for JSON tensors; otherwise the tensors are binary in both directions."""
 
 
 SMALL_BYTES = 64
@@ -50,7 +50,7 @@ GRPC_SMALL = "grpc.small"
 GRPC_CLIENTS = 16
 
 BUSIEST = "small.c16"
-"""The shape of which CPU per request and memory growth are reported."""
+"""The shape for which CPU per request and memory growth are reported."""
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -122,7 +122,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
 def beside_mlserver(
     load: ClosedLoop, triton_port: int, running: Service, options: Namespace
 ) -> Iterator[Figure]:
-    """The same JSON requests to Triton, to the service in front of it, and to MLServer."""
+    """Compare equal JSON requests to Triton, to the service in front of it, and to MLServer."""
     with mlserver(MODEL) as other:
         [shape] = [shape for shape in SHAPES if shape.is_json]
         comparison = HttpComparison(shape, triton_port, running.port, running.token, running.process)
@@ -132,7 +132,8 @@ def beside_mlserver(
 def beside_relay(
     load: ClosedLoop, triton_port: int, running: Service, options: Namespace
 ) -> Iterator[Figure]:
-    """The same binary requests to Triton, to the service in front of it, and to a relay in front of it."""
+    """Compare equal binary requests to Triton, to the service in front of it, and to a relay in front of
+    it."""
     with relay(triton_port) as other:
         for shape in SHAPES:
             if not shape.is_json:
@@ -143,14 +144,17 @@ def beside_relay(
 def calls_beside_relay(
     generator: PerfAnalyzer, triton_port: int, grpc_port: int, running: Service, options: Namespace
 ) -> Iterator[Figure]:
-    """The same calls, one at a time, to Triton, to the service in front of it, and to a relay that the same
-    library makes."""
+    """Compare equal calls, one at a time, to Triton, to the service in front of it, and to a relay that is
+    made with the same library."""
     with relay(triton_port, "calls") as (port, _):
-        mine = GrpcComparison(generator, triton_port, grpc_port, running.token, running.process, clients=1)
-        bare = replace(mine, service_port=port, token="")
-        mine.one_round(options.calls // 5)
+        through_service = GrpcComparison(
+            generator, triton_port, grpc_port, running.token, running.process, clients=1
+        )
+        through_relay = replace(through_service, service_port=port, token="")
+        through_service.one_round(options.calls // 5)
         rounds = [
-            (mine.one_round(options.calls), bare.one_round(options.calls)) for _ in range(options.rounds)
+            (through_service.one_round(options.calls), through_relay.one_round(options.calls))
+            for _ in range(options.rounds)
         ]
     yield against_direct("proxy.grpc.c1", [one for one, _ in rounds])
     yield against_direct("proxy.relay.grpc.c1", [other for _, other in rounds])
@@ -164,7 +168,7 @@ def beside(
     load: ClosedLoop,
     options: Namespace,
 ) -> Iterator[Figure]:
-    """The server on this port compared with Triton, and the service in the same rounds."""
+    """Compare the server on this port, and in the same rounds the service, with Triton."""
     shape, theirs, cpu_us, rounds = comparison.shape, [], [], []
     for _ in range(options.rounds + 1):
         rounds.append(reported(shape, comparison.one_round(load, options.seconds)))
@@ -183,7 +187,8 @@ def beside(
 
 
 def memory_kept(load: ClosedLoop, running: Service, requests: int) -> Iterator[Figure]:
-    """Resident memory of the service before and after `requests` small requests, after a warm-up."""
+    """Measure the resident memory of the service before and after `requests` small requests, after a
+    warm-up."""
     target = target_of(running.port, SHAPES[0], running.token)
     load.measure(target, connections=SHAPES[0].clients, seconds=3.0).must_all_be(200)
     before, done = resident_mb(running.process), 0
@@ -199,11 +204,11 @@ class Round(Struct, frozen=True):
     direct: Measured
     proxied: Measured
     cpu_us: float
-    """CPU time of the service per request."""
+    """The CPU time of the service per request, in microseconds."""
 
 
 class HttpComparison(Struct, frozen=True):
-    """The same HTTP request to Triton and to the service in front of it."""
+    """Sends equal HTTP requests to Triton and to the service in front of it."""
 
     shape: Shape
     triton_port: int
@@ -245,7 +250,7 @@ def figures(shape: Shape, rounds: Sequence[Round]) -> Iterator[Figure]:
 
 
 class GrpcComparison(Struct, frozen=True):
-    """The same gRPC request to Triton and to the service in front of it."""
+    """Sends equal gRPC requests to Triton and to the service in front of it."""
 
     generator: PerfAnalyzer
     triton_port: int
@@ -275,12 +280,12 @@ def grpc_figures(rounds: Sequence[Round]) -> Iterator[Figure]:
 
 
 def answered(rounds: Sequence[Round]) -> int:
-    """Requests answered by the service."""
+    """Return the number of requests that the service answered."""
     return sum(len(one.proxied.latencies_ms) for one in rounds)
 
 
 def target_of(port: int, shape: Shape, token: str = "") -> Target:
-    """One inference request."""
+    """Return the target for one inference request."""
     count = shape.tensor_bytes // 4
     tensor: dict[str, object] = {"name": "INPUT0", "shape": [1, count], "datatype": "FP32"}
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -295,7 +300,8 @@ def target_of(port: int, shape: Shape, token: str = "") -> Target:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """In nanosecond steps: /proc counts in hundredths of a second, coarser than a short round."""
+    """Return the CPU seconds of a process in nanosecond steps: /proc counts in hundredths of a second, which
+    is coarser than a short round."""
     scheduler_clock = (~process.pid << 3) | 2  # what clock_getcpuclockid(3) returns on Linux
     return time.clock_gettime(scheduler_clock)
 

@@ -54,7 +54,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def _database(place: Storage, name: str) -> str:
-    """Creates a database on the same server and returns its URL."""
+    """Create a database on the same server and return its URL."""
     with psycopg.connect(place.database, autocommit=True) as server:
         server.execute(f"CREATE DATABASE {name}")
     return place.database.replace("/postgres?", f"/{name}?")
@@ -65,7 +65,7 @@ async def procrastinate_speeds(url: str, jobs: int) -> Speeds:
 
     @app.task(name="noop")
     async def noop(number: int) -> None:
-        """Takes no time: the overhead is what is measured."""
+        """Do nothing, since the overhead is what is measured."""
 
     async with app.open_async():
         await app.schema_manager.apply_schema_async()

@@ -18,13 +18,13 @@ from bench.processes import started, wait_for
 
 
 class _Peer(asyncio.Protocol):
-    """One of the two connections of a client's stream; it writes to the other."""
+    """One of the two connections of a client's stream, which writes to the other one."""
 
     def __init__(self, other: "_Peer | None" = None) -> None:
         self.other = other
         self.transport: asyncio.Transport
         self._early: list[bytes] = []
-        """What a client sent before the connection to the server was made."""
+        """The data that a client sent before the connection to the server was made."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -93,7 +93,8 @@ async def serve_calls(port: int) -> None:
 
 @contextmanager
 def relay(port: int, what: str = "bytes") -> Iterator[tuple[int, psutil.Popen]]:
-    """(port, process) of a relay in front of the server on that port. `what`: bytes or calls."""
+    """Run a relay in front of the server on this port, and yield its (port, process). `what` is bytes or
+    calls."""
     with tempfile.TemporaryDirectory(prefix="gpb-relay-") as folder:
         log = Path(folder) / "relay.log"
         with started(

@@ -62,7 +62,7 @@ def a_task(number: int) -> Mapping[str, object]:
 
 
 def memory_mb(running: Deployment) -> dict[str, float]:
-    """Resident MiB per kind of process; of several gateways the largest."""
+    """Return the resident MiB per kind of process; of several gateways, of the largest one."""
     gateways = [_resident_mb(gateway.process) for gateway in running.gateways]
     if running.broker is None:
         return {"memory": max(gateways)}
@@ -74,7 +74,8 @@ def _resident_mb(process: psutil.Process) -> float:
 
 
 def first_admission_at(database: str, known: int) -> float:
-    """When the first admission after the first `known` events was logged. Raises RuntimeError if none is."""
+    """Return when the first admission after the first `known` events was logged. Raises RuntimeError if none
+    is."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         for at, kind, _, _ in task_events(database)[known:]:

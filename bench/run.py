@@ -23,7 +23,7 @@ class PlainRay(ChildProcess):
     module = "bench.plain_ray"
 
     def environment(self) -> dict[str, str]:
-        """A token, set before Ray is imported: this Ray is protected like the service's."""
+        """The token of this Ray, set before Ray is imported: it is protected like the service's Ray."""
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
     def calls_per_second(self, *, processes: int, in_flight: int, seconds: float) -> float:
@@ -31,7 +31,7 @@ class PlainRay(ChildProcess):
         return float(answer["calls"] / answer["seconds"])
 
     def p50_ms(self, seconds: float) -> float:
-        """Of calls one after the other."""
+        """Return the median milliseconds of calls that are made one after the other."""
         return float(self.ask(processes=1, in_flight=1, seconds=seconds)["p50_ms"])
 
 

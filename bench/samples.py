@@ -49,25 +49,25 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def agent_cores(gpus: int, seconds: float) -> float:
-    """Of an agent at rest, with the default periods. Raises NotReady."""
+    """Return the share of a core that an agent at rest uses, with the default periods. Raises NotReady."""
     with service(SIMULATED_DEVICES=json.dumps([{"memory_mb": 81920, "count": gpus}])) as running:
         wait_for_nodes(running, 1)
         [agent] = (one for one in psutil.process_iter(["cmdline"]) if _is_agent(one, str(running.data_dir)))
-        time.sleep(min(seconds, 5.0))  # its start is over
+        time.sleep(min(seconds, 5.0))  # until its start is over
         began, before = time.monotonic(), cpu_seconds(agent)
         time.sleep(seconds)
         return (cpu_seconds(agent) - before) / (time.monotonic() - began)
 
 
 def _is_agent(process: psutil.Process, data_dir: str) -> bool:
-    """Of this service: its log is below its data directory."""
+    """True if the process is an agent of this service: its log is below its data directory."""
     if AGENT not in " ".join(process.info["cmdline"] or ()):
         return False
     return any(opened.path.startswith(data_dir) for opened in process.open_files())
 
 
 def host_sample_seconds(samples: int) -> float:
-    """CPU time of one measurement of the machine, with all its threads."""
+    """Return the CPU seconds of one measurement of the machine, including all its threads."""
 
     async def measured() -> float:
         with TemporaryDirectory() as folder:
@@ -82,8 +82,8 @@ def host_sample_seconds(samples: int) -> float:
 
 
 def history(nodes: int, gpus: int) -> tuple[float, float]:
-    """MiB of an hour of all values of a fleet, which is allocated at the first one, and seconds of CPU that
-    taking over one sample of each takes."""
+    """Return the MiB for an hour of all values of a fleet, which are allocated at the first value, and the
+    CPU seconds for taking over one sample of each."""
     world = World()
     for node in range(nodes):
         name = NodeName(f"n{node}")
@@ -100,14 +100,15 @@ def history(nodes: int, gpus: int) -> tuple[float, float]:
     return kept_mb, statistics.median(passes)
 
 
-def take_over(kept: FleetHistory, world: World, at: Instant) -> float:
-    """A sample of each node and device; seconds of CPU, without those of making it."""
+def take_over(history_of_fleet: FleetHistory, world: World, at: Instant) -> float:
+    """Take over a sample of each node and device, and return the CPU seconds, without those of making the
+    sample."""
     for name in world.nodes:
         keys = world.by_node[name]
         gpus = {key.rpartition("/")[2]: GpuHealth(400.0, 60.0, 1980, 2619, 0) for key in keys}
         sample = NodeSample(name, at, 0.5, Mib(1000), Mib(500), 0.0, (DiskSample("/", 100, 50),), gpus=gpus)
         world.measure([DeviceSample(key, at, Mib(100), utilization=0.5) for key in keys], [sample])
     before = time.process_time()
-    for _ in kept.follow(world):
+    for _ in history_of_fleet.follow(world):
         pass
     return time.process_time() - before

@@ -75,7 +75,7 @@ def hot_updates(running: Deployment, variant: str) -> Iterator[Figure]:
 
 @contextmanager
 def a_reader(database: str) -> Iterator[None]:
-    """A transaction that has read the tasks, open during the with-block."""
+    """Keep a transaction that has read the tasks open during the with-block."""
     if database.startswith("postgresql:"):
         with psycopg.connect(database) as server:
             server.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")

@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """What workers of a set are made of."""
+    """The class of the objects of workers."""
 
     def noop(self) -> None: ...
 
 
 def noop() -> None:
-    """Takes no time: the overhead is what is measured."""
+    """Do nothing, since the overhead is what is measured."""
 
 
 def spin(number: int, ms: float) -> int:
-    """Takes so much CPU time."""
+    """Take `ms` milliseconds of CPU time."""
     end = time.thread_time() + ms / 1000
     while time.thread_time() < end:
         pass
@@ -29,17 +29,17 @@ def spin(number: int, ms: float) -> int:
 
 
 def last_of(array: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> float:
-    """Reads one page of an object, wherever it lies."""
+    """Read one page of an object, wherever it lies."""
     return float(array[-1])
 
 
 def first_line() -> int:
-    """The time at which user code began, in nanoseconds."""
+    """Return the time at which user code began, in nanoseconds."""
     return time.time_ns()
 
 
 def victim() -> None:
-    """Holds its memory until it is asked to stop, then saves a small checkpoint and ends."""
+    """Hold the memory until the stop notice, then save a small checkpoint and end."""
     task = current_task()
     task.wait_for_stop()
     task.checkpoint(b"enough to go on from")
@@ -47,7 +47,7 @@ def victim() -> None:
 
 
 def talk(gate: str, lines_per_second: float, seconds: float) -> int:
-    """Print numbered lines with the time of each, from when the gate is there; how many."""
+    """Print numbered lines, each with its time, once the file `gate` exists; return their number."""
     while not Path(gate).exists():
         time.sleep(0.01)
     began, count = time.time(), round(lines_per_second * seconds)

@@ -64,7 +64,7 @@ def call_latency(
 
 
 def target_of_calls(running: Deployment) -> Target:
-    """Calls to a worker that is ready."""
+    """Return the target for calls to a worker that is ready."""
     gateway = running.gateways[0]
     body = {"run": {"entrypoint": "bench.tasks:Worker"}, "resources": {"cpu": 0.02}}
     workers = gateway.ask("POST", "/worker-sets", body)["id"]

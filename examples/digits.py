@@ -18,7 +18,8 @@ TRAINING_ROWS = 1400
 
 
 def train(seed: int, hidden: int, epochs: int, pace_seconds: float = 0.0) -> dict[str, Any]:
-    """Train, over as many attempts as it takes. `pace_seconds` is a pause after each epoch, to watch it."""
+    """Train in as many attempts as necessary. `pace_seconds` is a pause after each epoch, for those who watch
+    it."""
     task = current_task()
     model, done = task.resume_state or (new_model(seed, hidden), 0)
     resumed_at = done
@@ -39,7 +40,7 @@ def new_model(seed: int, hidden: int) -> MLPClassifier:
 
 
 def learn(model: MLPClassifier, epochs: int) -> Iterator[None]:
-    """One pass over the training rows per step. The model includes its random state and its optimizer's."""
+    """Train the model for one epoch at each step. The model includes its random state and its optimizer's."""
     images, labels = load_digits(return_X_y=True)
     for _ in range(epochs):
         model.partial_fit(images[:TRAINING_ROWS] / 16, labels[:TRAINING_ROWS], classes=range(10))
@@ -47,7 +48,7 @@ def learn(model: MLPClassifier, epochs: int) -> Iterator[None]:
 
 
 def accuracy(model: MLPClassifier) -> float:
-    """Share of the test rows that it labels correctly."""
+    """Return the share of the test rows that the model labels correctly."""
     images, labels = load_digits(return_X_y=True)
     return float(model.score(images[TRAINING_ROWS:] / 16, labels[TRAINING_ROWS:]))
 

@@ -35,7 +35,7 @@ def run(broker: Broker, enough: int = 3) -> int:
 
 
 def fit(enough: int, most_steps: int = 1000) -> int:
-    """Runs in the cluster, in each rank. Rank 0 returns how many steps it took."""
+    """Fit a line, in each rank of the task. Rank 0 returns the number of its steps."""
     task = current_task()
     host, port = task.rank_zero_address.rsplit(":", 1)
     if task.rank > 0:
@@ -49,21 +49,21 @@ def fit(enough: int, most_steps: int = 1000) -> int:
 def lead(server: socket.socket, enough: int, most_steps: int) -> int:
     task = current_task()
     first, slope, offset = task.resume_state or (1, 0.0, 0.0)
-    others: dict[int, IO[str]] = {}
+    streams: dict[int, IO[str]] = {}
     for step in range(first, most_steps + 1):
         if task.should_stop:
             raise Stopped
-        meet(server, others)
-        began, shares = time.monotonic(), len(others) + 1
-        for share, other in enumerate(others.values(), start=1):
-            write(other, [slope, offset, share, shares])
+        meet(server, streams)
+        began, shares = time.monotonic(), len(streams) + 1
+        for share, stream in enumerate(streams.values(), start=1):
+            write(stream, [slope, offset, share, shares])
         sums = [
             gradient(slope, offset, 0, shares),
-            *(json.loads(other.readline()) for other in others.values()),
+            *(json.loads(stream.readline()) for stream in streams.values()),
         ]
         slope -= RATE * sum(down for down, _ in sums) / ROWS
         offset -= RATE * sum(across for _, across in sums) / ROWS
-        ranks = ", ".join(map(str, sorted([0, *others])))
+        ranks = ", ".join(map(str, sorted([0, *streams])))
         print(
             f"step {step} by rank {ranks}: y = {slope:.3f} x + {offset:.3f}, {time.monotonic() - began:.1f} s"
         )
@@ -74,22 +74,22 @@ def lead(server: socket.socket, enough: int, most_steps: int) -> int:
     return most_steps
 
 
-def meet(server: socket.socket, others: dict[int, IO[str]]) -> None:
-    """Let go of the ranks that have left, and wait for those that have joined."""
+def meet(server: socket.socket, streams: dict[int, IO[str]]) -> None:
+    """Drop the ranks that have left, and wait for those that have joined."""
     at_work = current_task().accept_world()
-    for rank in [rank for rank in others if rank not in at_work]:
-        others.pop(rank).close()
+    for rank in [rank for rank in streams if rank not in at_work]:
+        streams.pop(rank).close()
         print(f"rank {rank} has left")
-    while not others.keys() >= {rank for rank in at_work if rank > 0}:
+    while not streams.keys() >= {rank for rank in at_work if rank > 0}:
         connection, _ = server.accept()
-        other = connection.makefile("rw")
-        rank = int(other.readline())
-        others[rank] = other
+        stream = connection.makefile("rw")
+        rank = int(stream.readline())
+        streams[rank] = stream
         print(f"rank {rank} has joined")
 
 
 def help_with(leader: IO[str], rank: int) -> int:
-    """Returns in how many steps this rank took part: until rank 0 lets go of it."""
+    """Take part in the fit until rank 0 drops this rank; return the number of steps."""
     write(leader, rank)
     steps = 0
     while line := leader.readline():
@@ -99,7 +99,7 @@ def help_with(leader: IO[str], rank: int) -> int:
 
 
 def gradient(slope: float, offset: float, share: int, shares: int) -> tuple[float, float]:
-    """Sums over every `shares`-th row."""
+    """Return the sums over every `shares`-th row, beginning with row `share`."""
     down = across = 0.0
     for row in range(share, ROWS, shares):
         x = row / ROWS

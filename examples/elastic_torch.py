@@ -21,7 +21,8 @@ ROWS = 480
 
 
 def train(steps: int, pause_seconds: float = 0.0) -> dict[str, list[float] | list[int]]:
-    """Runs in each rank. Rank 0 returns the loss before each step, and with how many ranks it was made."""
+    """Train the model, in each rank of the task. Rank 0 returns the loss before each step, and the number of
+    ranks that made the step."""
     task = current_task()
     meetings = Meetings()
     model, first, losses, sizes = model_of(0), 0, [], []
@@ -45,7 +46,7 @@ def train(steps: int, pause_seconds: float = 0.0) -> dict[str, list[float] | lis
                 raise Stopped from fault
             print(f"step {step} is done again: {str(fault).splitlines()[0][:100]}", flush=True)
             is_together = False
-            task.wait_for_stop(1.0)  # that a rank is gone may be known a moment later
+            task.wait_for_stop(1.0)  # news of a lost rank may arrive a moment later
             continue
         with torch.no_grad():
             for weight, gradient in zip(model.parameters(), gradients, strict=True):
@@ -61,8 +62,8 @@ def train(steps: int, pause_seconds: float = 0.0) -> dict[str, list[float] | lis
 
 
 class Meetings:
-    """The ranks at work, group after group. They find each other in a store of rank 0, in which it writes for
-    each rank one invitation after the other."""
+    """Forms groups of the ranks at work. The ranks meet in a store of rank 0, which writes the invitations of
+    each rank there, one after the other."""
 
     def __init__(self) -> None:
         self._task = current_task()
@@ -75,7 +76,7 @@ class Meetings:
             timeout=timedelta(seconds=MEETING_SECONDS),
         )
         self._sent: dict[int, int] = {}
-        """Rank -> how many invitations it was sent."""
+        """Rank -> the number of invitations that it was sent."""
         self._read = 0
         self.ranks: list[int] = []
 
@@ -84,8 +85,8 @@ class Meetings:
         return self.ranks.index(self._task.rank)
 
     def meet(self, model: torch.nn.Module, step: int) -> int:
-        """Go on in a new group with the weights of rank 0; returns its step. Raises Stopped in a rank that is
-        not to be in it."""
+        """Form a new group with the weights of rank 0, and return its step. Raises Stopped in a rank that is
+        not to be in the group."""
         self.leave()
         if self._task.rank == 0:
             self._invite(list(self._task.accept_world()))
@@ -106,7 +107,7 @@ class Meetings:
         return int(where)
 
     def is_resized(self) -> bool:
-        """Whether ranks have joined or are to leave, as rank 0 knows."""
+        """Return whether ranks have joined or are to leave, as rank 0 knows."""
         news = torch.tensor([float(self._task.world_changed)])
         dist.broadcast(news, 0)
         return bool(news)
@@ -116,14 +117,14 @@ class Meetings:
             dist.destroy_process_group()
 
     def _invite(self, ranks: list[int]) -> None:
-        """Those that are to leave are told, too."""
+        """Invite these ranks, and tell the others to leave."""
         group = 1 + self._sent.get(0, 0)
         for rank in {*ranks, *self.ranks}:
             self._sent[rank] = 1 + self._sent.get(rank, 0)
             self._store.set(f"{rank}/{self._sent[rank]}", json.dumps([group, ranks]))
 
     def _newest_invitation(self) -> tuple[int, list[int]]:
-        """(number of the group, its ranks)"""
+        """Return the number of the newest group, and its ranks."""
         self._read += 1
         invitation = self._store.get(f"{self._task.rank}/{self._read}")
         while self._store.check([f"{self._task.rank}/{self._read + 1}"]):
@@ -136,7 +137,7 @@ class Meetings:
 def all_together(
     model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor
 ) -> tuple[float, list[torch.Tensor]]:
-    """Loss and gradients over the shares of all ranks. Changes no weight."""
+    """Return the loss and the gradients over the shares of all ranks. Changes no weight."""
     model.zero_grad()
     loss = ((model(x) - y) ** 2).sum() / ROWS
     loss.backward()
@@ -154,7 +155,7 @@ def model_of(seed: int) -> torch.nn.Module:
 
 
 def share_of(position: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every `size`-th row of the data, which is the same in each rank."""
+    """Return every `size`-th row of the data, which is the same in each rank."""
     x = torch.rand(ROWS, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     y = torch.sin(3 * x[:, :1]) * x[:, 1:]
     return x[position::size], y[position::size]

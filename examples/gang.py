@@ -11,11 +11,13 @@ import time
 from gpubroker import current_task
 
 PATIENCE_SECONDS = 30.0
-"""All ranks start together: a rank that has not connected by then will not."""
+"""The longest that a rank waits for the others. All ranks start together, so one that has not connected by
+then never will."""
 
 
 def add_up(number: float) -> float:
-    """Each rank contributes `number` times its position (1, 2, ...); the task's result is rank 0's."""
+    """Add up the numbers of all ranks: each rank contributes `number` times its position (1, 2, ...). The
+    task's result is that of rank 0."""
     return all_reduce(number * (current_task().rank + 1))
 
 
@@ -37,7 +39,7 @@ def all_reduce(number: float) -> float:
 
 
 def connect_with_retries(address: tuple[str, int]) -> socket.socket:
-    """Rank 0 may not listen yet. Raises ConnectionRefusedError if it does not in time."""
+    """Connect to rank 0, which may not listen yet. Raises ConnectionRefusedError if it does not in time."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:

@@ -29,8 +29,8 @@ class Sender(ChildProcess):
     module = "bench.churn.sender"
 
     def send(self, shape: Shape, port: int, tokens: Sequence[str], connections: int) -> float:
-        """Seconds from the first submit to the last answer; `tokens` has one per queue, cohort by cohort.
-        Raises RuntimeError if a task was not accepted."""
+        """Submit all tasks and return the seconds from the first submit to the last answer. `tokens` has one
+        token per queue, cohort by cohort. Raises RuntimeError if a task was not accepted."""
         answer = self.ask(shape=to_builtins(shape), port=port, tokens=tokens, connections=connections)
         if answer["statuses"] != {"202": shape.tasks}:
             raise RuntimeError(f"{shape.tasks} tasks had to be accepted; answers were {answer['statuses']}")
@@ -66,7 +66,8 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def figures(shape: Shape, outcome: Outcome, durability: str) -> Iterator[Figure]:
-    """Each with its published value as the baseline, if there is one. Waits are means per class."""
+    """Yield the figures, each with its published value as the baseline if there is one. Waits are means per
+    class."""
     prefix = f"churn.{shape.name.rpartition('-')[2]}"
     for name, (value, unit) in outcome.figures(shape).items():
         figure = Figure("churn", f"{prefix}.{name}", value, unit, shape.tasks, durability)

@@ -19,13 +19,13 @@ class Outcome:
     began: float = 0.0
     ended: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
-    """Number of events by kind."""
+    """The number of events by kind."""
     waits: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Class -> seconds from submit to first admission, per task."""
+    """Class -> the seconds from submit to first admission of each task."""
     held_unit_seconds: float = 0.0
-    """Units of quota × seconds, from the admission until the memory was confirmed free."""
+    """Units of quota × seconds, from admission until the memory was confirmed free."""
     cpu_seconds: float = 0.0
-    """User and system time of the service."""
+    """User and system time of the service, in seconds."""
 
     @property
     def wall_seconds(self) -> float:
@@ -33,11 +33,12 @@ class Outcome:
 
     @property
     def turnover_per_second(self) -> float:
-        """Admissions per second of wall time."""
+        """The admissions per second of wall time."""
         return self.counts["task.admitted"] / self.wall_seconds
 
     def figures(self, shape: Shape) -> dict[str, tuple[float, str]]:
-        """Figure -> (value, unit). `use` and `held_use` are shares of the quota over the whole wall time."""
+        """Return figure -> (value, unit). `use` and `held_use` are shares of the quota over the whole wall
+        time."""
         offered = shape.units * self.wall_seconds
         return {
             "wall_s": (self.wall_seconds, "s"),
@@ -54,7 +55,7 @@ class Outcome:
 
 
 def events_of(running: Service, after: int) -> Iterator[dict[str, Any]]:
-    """All events after this position of the log."""
+    """Yield all events after this position of the log."""
     while True:
         page = running.ask("GET", f"/events?after={after}&limit={PAGE}")
         yield from page["items"]
@@ -64,30 +65,30 @@ def events_of(running: Service, after: int) -> Iterator[dict[str, Any]]:
 
 
 def outcome_of(events: Iterable[dict[str, Any]], shape: Shape, cpu_seconds: float = 0.0) -> Outcome:
-    """Raises RuntimeError unless every task of the shape succeeded."""
-    found = Outcome(cpu_seconds=cpu_seconds)
+    """Return the outcome of a load. Raises RuntimeError unless every task of the shape succeeded."""
+    outcome = Outcome(cpu_seconds=cpu_seconds)
     submitted: dict[str, tuple[float, str]] = {}
     leased: dict[str, tuple[float, int]] = {}
     for event in events:
         kind, key, at = event["kind"], event["key"], _seconds(event["at"])
-        found.counts[kind] += 1
+        outcome.counts[kind] += 1
         match kind:
             case "task.submitted":
                 submitted[key] = at, event["fields"]["name"]
-                found.began = found.began or at
+                outcome.began = outcome.began or at
             case "task.admitted" if key in submitted and event["fields"]["fence"] == 1:
                 since, name = submitted[key]
-                found.waits[name].append(at - since)
+                outcome.waits[name].append(at - since)
             case "lease.reserved":
                 leased[key] = at, event["fields"]["mb"]
             case "lease.released":
                 since, mb = leased.pop(key)
-                found.held_unit_seconds += (at - since) * mb / UNIT_MB
+                outcome.held_unit_seconds += (at - since) * mb / UNIT_MB
             case _ if kind in ENDS:
-                found.ended = at
-    if found.counts["task.succeeded"] != shape.tasks:
-        raise RuntimeError(f"{shape.tasks} tasks had to succeed; the log has {dict(found.counts)}")
-    return found
+                outcome.ended = at
+    if outcome.counts["task.succeeded"] != shape.tasks:
+        raise RuntimeError(f"{shape.tasks} tasks had to succeed; the log has {dict(outcome.counts)}")
+    return outcome
 
 
 def _seconds(at: str) -> float:

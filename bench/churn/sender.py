@@ -20,7 +20,7 @@ TICK_SECONDS = 0.002
 
 
 class _Due:
-    """Requests whose time has come, and idle connections."""
+    """Holds requests that are due and idle connections."""
 
     def __init__(self) -> None:
         self.requests: deque[bytes] = deque()

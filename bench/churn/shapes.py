@@ -37,11 +37,11 @@ class Shape(Struct, frozen=True):
     name: str
     cohorts: int
     queues: int
-    """Queues per cohort."""
+    """The number of queues per cohort."""
     quota: int
-    """Guaranteed units of each queue."""
+    """The guaranteed units of each queue."""
     borrow: int
-    """Units that a queue may borrow at most from its cohort."""
+    """The most units that a queue may borrow from its cohort."""
     classes: tuple[WorkClass, ...]
     published: Mapping[str, float]
     """Figure -> published value."""
@@ -60,14 +60,14 @@ class Shape(Struct, frozen=True):
         return self.cohorts * self.queues * per_queue
 
     def shortened(self, share: float) -> "Shape":
-        """The first part of the load, which has no published figures."""
+        """Return the first part of the load, which has no published figures."""
         if share == 1.0:
             return self
         classes = tuple(replace(each, count=ceil(share * each.count)) for each in self.classes)
         return replace(self, classes=classes, published={})
 
     def arrivals(self) -> list[Arrival]:
-        """In order of time."""
+        """Return all arrivals in order of time."""
         return sorted(self._arrivals())
 
     def _arrivals(self) -> Iterator[Arrival]:

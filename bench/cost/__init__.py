@@ -28,7 +28,7 @@ from typing import Any
 from bench.measuring import Figure, report
 
 SCENES = ("runs", "planning", "tasks", "inference")
-"""The longest first: two are counted at a time, each in a process of its own."""
+"""The scenes, the longest first: two are counted at a time, each in a process of its own."""
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -47,8 +47,8 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def count(scenes: Iterable[str]) -> list[dict[str, Any]]:
-    """Return what each path of these scenes takes, with the fields of `paths.Counted`. Raises RuntimeError if
-    a scene fails."""
+    """Return the counts of each path of these scenes, with the fields of `paths.Counted`. Raises RuntimeError
+    if a scene fails."""
     with ThreadPoolExecutor(2) as children:
         return [found for of_scene in children.map(_count, scenes) for found in of_scene]
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 TOLERANCE = 0.02
 GRAIN_BYTES = 16
-"""The allocator hands out memory in pieces of this size: a figure of bytes may be off by one of them."""
+"""The allocator hands out memory in pieces of this size, so a figure of bytes may be off by one piece."""
 GRAIN_CALLS = 0.1
-"""A job that runs now and then may fall into the counted time once more, which is part of a call per item."""
+"""A periodic job may fall into the counted time once more. This is its share of calls per item."""
 
 HERE = "bench/cost/bounds.py"
 

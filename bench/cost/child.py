@@ -1,7 +1,7 @@
 """Count the paths of one scene: `python -m bench.cost.child SCENE`. Prints one JSON object for each.
 
-A process of its own, since its clocks stand still, and what a scene leaves behind must not count in another
-one.
+The scene runs in a process of its own, because its clocks stand still, and because what one scene leaves
+behind must not count in another.
 """
 
 import os
@@ -31,8 +31,8 @@ from bench.cost.service_here import watch_writer  # noqa: E402
 async def count(scene: str, loop: virtual_time.VirtualLoop, counter: CallCounter) -> None:
     out = os.fdopen(os.dup(1), "w")  # a run may take over standard output
     with TemporaryDirectory(prefix="gpb-cost-", ignore_cleanup_errors=True) as folder:
-        # Directories of runs lie below it. Two children that count at a time have runs of the same ids, and
-        # each would end what has the other's log open.
+        # Directories of runs lie below it. Two children that count at a time have runs with the same ids, and
+        # each would end processes that have the other's log open.
         tempfile.tempdir = folder
         async for found in SCENES[scene](counter, loop, Path(folder)):
             print(msgspec.json.encode(found).decode(), file=out, flush=True)
@@ -55,4 +55,4 @@ if __name__ == "__main__":
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    os._exit(0)  # nothing of the service needs to end: it has no process but this one
+    os._exit(0)  # nothing of the service needs to end, since it has no other process

@@ -17,7 +17,7 @@ from typing import Any
 SERVICE, DRIVER, AGENT, RUNNER = "service", "driver", "agent", "runner"
 PROCESSES = (SERVICE, DRIVER, AGENT, RUNNER)
 CLIENT = "client"
-"""Everything that is no process of the service. Its calls are not reported."""
+"""The process name of everything that is no process of the service. Its calls are not reported."""
 
 current_process: ContextVar[str] = ContextVar("current_process", default=CLIENT)
 
@@ -43,7 +43,7 @@ _PER_PROCESS = ("adapters/ray/processes.py", "psutil/__init__.py", "psutil/_psli
 machine."""
 
 _GENERATED = "<string>"
-"""The file of what makes a named tuple, which counts as its caller does."""
+"""The file name of code that makes a named tuple. Its calls count as calls of its caller."""
 
 Place = tuple[int, str, CodeType, bool]
 """(thread, process, code, whether a C function was called by this code rather than this code itself)"""
@@ -81,7 +81,7 @@ class CallCounter:
         if self._counts_in(code) and not (
             code.co_filename == _GENERATED and caller is not None and not self._counts_in(caller.f_code)
         ):
-            # Threads share nothing here, so that none loses what another counts at the same moment.
+            # Each thread counts for itself, so that no count is lost to another thread at the same moment.
             place = threading.get_ident(), current_process.get(), code, event == "c_call"
             self._counts[place] = self._counts.get(place, 0) + 1
 
@@ -116,8 +116,8 @@ def _name_of(code: CodeType, *, is_c: bool) -> str:
 
 
 def _let_threads_inherit_the_process() -> None:
-    """Give each new thread the process of the thread that starts it. Otherwise a thread begins with an empty
-    context."""
+    """Let each new thread inherit the process name of the thread that starts it, since a thread begins with
+    an empty context."""
     start: Callable[[threading.Thread], None] = threading.Thread.start
 
     def start_in_the_process_of_its_creator(thread: threading.Thread) -> None:

@@ -12,20 +12,20 @@ from bench.cost.virtual_time import CountedEvent, VirtualLoop, VirtualTimer, Wor
 ITEM_SECONDS = 0.001
 
 at_item: dict[int, Callable[[], None]] = {}
-"""Called when the item of this number begins."""
+"""Item number -> the function to call when the item begins."""
 
 _rooms: list[tuple[VirtualLoop, WorkOfThreads]] = []
 
 
 def settle(loop: VirtualLoop, work: WorkOfThreads) -> None:
-    """Have workers of arrays live in virtual time."""
+    """Make workers of arrays run in virtual time."""
     _rooms.append((loop, work))
     instead = {"Event": partial(CountedEvent, work), "Timer": partial(VirtualTimer, loop)}
     vars(items)["threading"] = SimpleNamespace(**{**vars(threading), **instead})
 
 
 def work_on(number: int) -> int:
-    """Take a millisecond of virtual time, in which all that is due elsewhere happens."""
+    """Take a millisecond of virtual time, in which everything that is due elsewhere happens."""
     if number in at_item:
         at_item.pop(number)()
     [(loop, work)] = _rooms

@@ -28,15 +28,16 @@ _PROCESSES = (
     ("/gpubroker_server/telemetry/", ""),
     ("/gpubroker_server/", SERVICE),
 )
-"""(part of a path, the process whose code it is, or nothing if several have it): the first one that fits."""
+"""(part of a path, the process whose code it is, or nothing if several processes have it). The first entry
+that matches counts."""
 
 
 class Memory(NamedTuple):
     live_bytes: dict[str, float]
-    """Process -> bytes per operation that it has allocated and not freed, after a full collection."""
+    """Process -> the bytes per operation that it has allocated and not freed, after a full collection."""
     peak_bytes: float
-    """The median over the operations of the most that all processes together had above their memory
-    before."""
+    """The largest memory of all processes together above their memory before the operation, as the median
+    over the operations."""
 
 
 async def measure_memory(operate: Callable[[], Awaitable[object]], times: int) -> Memory:
@@ -53,7 +54,7 @@ async def measure_memory(operate: Callable[[], Awaitable[object]], times: int) -
 
 
 def live_by_process() -> dict[str, float]:
-    """Return the bytes that were allocated since `tracemalloc` began and are not freed, and end
+    """Return the bytes that were allocated since `tracemalloc` began and not freed, by process, and end
     `tracemalloc`."""
     gc.collect()
     live: Counter[str] = Counter()
@@ -64,7 +65,7 @@ def live_by_process() -> dict[str, float]:
 
 
 def _process_of(frames: tracemalloc.Traceback) -> str:
-    for frame in reversed(frames):  # the innermost is the last
+    for frame in reversed(frames):  # the innermost frame is the last
         for part, process in _PROCESSES:
             if part in frame.filename:
                 if process:

@@ -1,5 +1,5 @@
-"""The paths that are counted. Each is driven by one client that sends a request when it has the answer to the
-last."""
+"""The paths that are counted. One client drives each path, and sends a request when it has the answer to the
+previous one."""
 
 import asyncio
 import gc
@@ -21,15 +21,16 @@ from bench.cost.virtual_time import VirtualLoop
 
 WARM_UP = 30
 TIMES, RUNS, SUBMITS = 50, 200, 100
-"""The numbers of runs and of submits take one second, in which each job of a service at rest runs equally
-often."""
+"""The numbers of operations. Runs and submits take one second, in which each periodic job of an idle service
+runs equally often."""
 MEASURED = 100
-"""The number of operations whose memory is measured."""
+"""The number of operations for which memory is measured."""
 BATCH = 1000
 ITEMS_BEFORE, ITEMS_COUNTED = 750, 1000
-"""The counted items begin and end between two reports of the worker, which are half a second apart."""
+"""The numbers of items before and during the count. The counted items begin and end between two reports of
+the worker, which are half a second apart."""
 PAUSE_SECONDS = 0.01
-"""The time between two submits, in which the leader plans."""
+"""The seconds between two submits, in which the leader plans."""
 
 DEVICE_MB = 24_576
 SIMULATED = {"ENGINE": "simulated", "SIMULATED_DEVICES": json.dumps([{"memory_mb": DEVICE_MB}])}
@@ -46,13 +47,13 @@ class Counted(Struct, frozen=True):
 
     path: str
     calls: dict[str, float]
-    """Process -> calls."""
+    """Process -> the number of calls."""
     live_bytes: dict[str, float] = {}
-    """Process -> bytes."""
+    """Process -> the bytes that are left."""
     peak_bytes: float = 0.0
-    """The bytes in all processes together."""
+    """The peak bytes of all processes together."""
     most_called: dict[str, list[tuple[str, float]]] = {}
-    """Process -> (function, calls) of the functions that are called most."""
+    """Process -> (function, calls) of the functions that are called most often."""
 
 
 async def _counted(
@@ -64,7 +65,7 @@ async def _counted(
     times: int = TIMES,
     units: int = 1,
 ) -> Counted:
-    """Count what `operate` takes. Each call of it carries out `units` operations of the path."""
+    """Count the calls and bytes of `operate`. Each call of it carries out `units` operations of the path."""
     for _ in range(warm_up):
         await operate()
     counter.begin()
@@ -89,7 +90,7 @@ def _summed(path: str, counts: CallCounts, memory: Memory, operations: int, unit
 
 
 async def tasks(counter: CallCounter, _loop: VirtualLoop, folder: Path) -> AsyncIterator[Counted]:
-    """Count one accepted task on SQLite, alone and in a batch. A task that does not end holds the only
+    """Count one accepted task on SQLite, alone and in a batch, while a task that does not end holds the only
     device."""
     async with service_here(folder, ENTRYPOINTS="bench.tasks:*", **SIMULATED) as here:
         holder = await here.ask("POST", "/tasks", {"run": FOR_A_DAY, "resources": {"gpu_mb": DEVICE_MB}})
@@ -119,7 +120,7 @@ async def runs(counter: CallCounter, loop: VirtualLoop, folder: Path) -> AsyncIt
 
 
 async def _array(counter: CallCounter, here: ServiceHere) -> Counted:
-    """Count items from the middle of an array: the first and last reports are larger or smaller than
+    """Count items from the middle of an array, since its first and last reports differ in size from the
     others."""
     last = ITEMS_BEFORE + ITEMS_COUNTED
     counts: list[CallCounts] = []
@@ -145,7 +146,7 @@ async def _run_array(here: ServiceHere, count: int) -> None:
     run = {"entrypoint": "bench.cost.items:work_on"}
     body = {"run": run, "items": list(range(count)), "max_parallel": 1, "resources": {"cpu": 0.02}}
     array = await here.ask("POST", "/arrays", body)
-    await asyncio.sleep(count * items.ITEM_SECONDS)  # the questions how far it is would count as well
+    await asyncio.sleep(count * items.ITEM_SECONDS)  # requests for the state of the array would count as well
     ended = await here.wait_until(f"/arrays/{array['id']}", "state", "succeeded", "failed", "cancelled")
     if ended["state"] != "succeeded":
         raise RuntimeError(f"the array did not succeed: {json.dumps(ended)}")

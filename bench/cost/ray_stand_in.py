@@ -64,7 +64,7 @@ class _Method:
 
 
 class RunnersHere:
-    """Takes the place of `runner_pool.RayRunners`. Its runners are objects of this process."""
+    """Takes the place of `runner_pool.RayRunners`. The runners are objects of this process."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
@@ -78,7 +78,7 @@ class RunnersHere:
         context.run(current_process.set, RUNNER)
         env: Mapping[str, str] = dict(self._config.task_env)
         runner = context.run(lambda: Runner(self._config.task_path, shared=shared, env=env))
-        # It ends when this process does.
+        # The child ends when this process does.
         watched = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
         async def describe() -> bytes:
@@ -89,7 +89,7 @@ class RunnersHere:
         return name, self._made[name][0]
 
     def progress(self) -> float:
-        """Nothing starts slowly here."""
+        """Return the time of the last progress of starts: here nothing starts slowly."""
         return 0.0
 
     def names(self) -> list[str]:
@@ -133,11 +133,11 @@ def ray_replaced(loop: VirtualLoop, folder: Path) -> Iterator[str]:
 
     def start_driver(_options: Any, _address: str, channel: socket.socket) -> Any:
         mine = channel.dup()
-        return _DriverChild(begin_in(DRIVER, lambda: process._drive(mine)))  # it would be a process
+        return _DriverChild(begin_in(DRIVER, lambda: process._drive(mine)))  # a process in the service
 
     def find_agent(of: node_link.NodeLink) -> Handle:
         if not agents:
-            config: AgentConfig = of._config  # what Ray would hand to the agent's constructor
+            config: AgentConfig = of._config  # what Ray would pass to the agent's constructor
             runners = RunnersHere(config)
             context = copy_context()
             context.run(current_process.set, AGENT)
@@ -150,7 +150,7 @@ def ray_replaced(loop: VirtualLoop, folder: Path) -> Iterator[str]:
     vars(process)["_connect"] = lambda _address: None
     vars(link)["_start_driver"] = start_driver
     node_link.NodeLink._find_agent = find_agent  # type: ignore[assignment,method-assign]
-    with socket.socket(socket.AF_UNIX) as head:  # it only has to be there
+    with socket.socket(socket.AF_UNIX) as head:  # the socket of the head only has to exist
         head.bind(str(folder / "head.sock"))
         head.listen()
         loop.serve_port_at(HEAD_PORT, folder / "head.sock")

@@ -23,17 +23,18 @@ from bench.http import Target
 
 START_SECONDS = 30.0
 WAIT_SECONDS = 300.0
-"""The virtual time that the client waits for a state."""
+"""The seconds of virtual time that the client waits for a state."""
 
 SELDOM = {"POLICY__SAMPLE_PERIOD_SECONDS": "60", "POLICY__BEAT_SECONDS": "60"}
-"""Nodes are measured less often than by default: whether that falls into the counted time would be chance."""
+"""Settings with which nodes are measured less often than by default, since it would be chance whether a
+measurement falls into the counted time."""
 
 ADDRESS = ("127.0.0.1", 8470)
 
 
 class UnixListener(socket.socket):
-    """A listener that says it has an address of IP. A TCP connection delivers when the kernel has time for
-    it, which the clock of this process could not wait for."""
+    """A Unix socket that reports an IP address as its own. TCP delivers when the kernel has time for it,
+    which the clock of this process could not wait for."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(socket.AF_UNIX)
@@ -45,13 +46,13 @@ class UnixListener(socket.socket):
 
 
 def watch_writer(work: WorkOfThreads) -> None:
-    """Have the clock stand still until the thread that writes to the database has answered."""
+    """Make the clock stand still until the thread that writes to the database has answered."""
     put = writer.Writer.put
 
-    def counted_put(it: writer.Writer, works: Sequence[writer.Work]) -> None:
-        for one in works:
-            work.await_answer(one.future)
-        put(it, works)
+    def counted_put(database_writer: writer.Writer, works: Sequence[writer.Work]) -> None:
+        for unit in works:
+            work.await_answer(unit.future)
+        put(database_writer, works)
 
     writer.Writer.put = counted_put  # type: ignore[assignment,method-assign]
 
@@ -62,16 +63,16 @@ class ServiceHere(Struct, frozen=True):
     writer: asyncio.StreamWriter
 
     def encoded(self, method: str, path: str, body: str = "", *, zeros: int = 0, **headers: str) -> bytes:
-        given = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
-        given |= {name.replace("_", "-"): value for name, value in headers.items()}
-        return Target(ADDRESS[1], method, path, given, body, zeros).encoded()
+        all_headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        all_headers |= {name.replace("_", "-"): value for name, value in headers.items()}
+        return Target(ADDRESS[1], method, path, all_headers, body, zeros).encoded()
 
     async def must_answer(self, request: bytes, status: int) -> bytes:
         """Send a request and return the body of its answer. Raises RuntimeError if it has another status."""
         self.writer.write(request)
         head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
-        _, _, rest = head.partition(b"\r\ncontent-length:")
-        body = await self.reader.readexactly(int(rest.partition(b"\r\n")[0] or 0))
+        _, _, length = head.partition(b"\r\ncontent-length:")
+        body = await self.reader.readexactly(int(length.partition(b"\r\n")[0] or 0))
         if int(head[9:12]) != status:
             raise RuntimeError(f"{request[:60]!r} should be answered with {status}: {head!r} {body[:2000]!r}")
         return body
@@ -86,28 +87,33 @@ class ServiceHere(Struct, frozen=True):
     async def wait_until(self, path: str, name: str, *values: str) -> Any:
         """Wait until a field of this resource has one of these values, and return the resource."""
         async with asyncio.timeout(WAIT_SECONDS):
-            while (seen := await self.ask("GET", path))[name] not in values:  # noqa: ASYNC110  # no event
+            while (resource := await self.ask("GET", path))[name] not in values:  # noqa: ASYNC110  # no event
                 await asyncio.sleep(0.05)
-        return seen
+        return resource
 
 
 @asynccontextmanager
 async def service_here(folder: Path, **settings: str) -> AsyncIterator[ServiceHere]:
     """Run `gpubroker serve` with these settings (names without GPUBROKER_) and yield once it is ready."""
-    given = {"DATA_DIR": str(folder), "TASK_PATH": str(Path(__file__).parents[2]), **SELDOM, **settings}
-    os.environ.update({f"GPUBROKER_{name}": value for name, value in given.items()})
+    all_settings = {
+        "DATA_DIR": str(folder),
+        "TASK_PATH": str(Path(__file__).parents[2]),
+        **SELDOM,
+        **settings,
+    }
+    os.environ.update({f"GPUBROKER_{name}": value for name, value in all_settings.items()})
     loaded = load_settings()
     configure_logs(loaded.log_level, loaded.log_format, (folder / "service.log").open("w"))
     prepare_data_dir(loaded.data_dir)
     listener = UnixListener(folder / "http.sock")
     running = begin_in(
         SERVICE, lambda: commands._run(loaded, listener, leads=True)
-    )  # less the choice of a loop
+    )  # without the choice of a loop
     client = await _client_file(folder / "client.json", running)
     reader, writer = await asyncio.open_unix_connection(folder / "http.sock")
-    here = ServiceHere(str(client["token"]), reader, writer)
-    await _until_placeable(here)
-    yield here
+    this_service = ServiceHere(str(client["token"]), reader, writer)
+    await _until_placeable(this_service)
+    yield this_service
     running.cancel()
 
 
@@ -117,15 +123,15 @@ async def _client_file(path: Path, running: "asyncio.Task[Any]") -> Mapping[str,
             if running.done():
                 running.result()
             await asyncio.sleep(0.05)
-    known: dict[str, Any] = json.loads(text)
-    return known
+    connection: dict[str, Any] = json.loads(text)
+    return connection
 
 
 def _text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-async def _until_placeable(here: ServiceHere) -> None:
+async def _until_placeable(this_service: ServiceHere) -> None:
     async with asyncio.timeout(START_SECONDS):
-        while not (await here.ask("GET", "/stats"))["nodes"]["ready"]:  # noqa: ASYNC110  # it sends no event
+        while not (await this_service.ask("GET", "/stats"))["nodes"]["ready"]:  # noqa: ASYNC110  # it sends no event
             await asyncio.sleep(0.05)

@@ -1,9 +1,8 @@
-"""An event loop whose clock stands still while anything is at work, and jumps to the next timer when nothing
+"""An event loop whose clock stands still while anything is running, and jumps to the next timer when nothing
 is.
 
-What is counted then does not depend on the speed of the machine: a job that runs every quarter of a second
-runs as often per task everywhere. Install the clock before anything that keeps a function of `time` is
-imported.
+The counts then do not depend on the speed of the machine: a job that runs every quarter of a second runs as
+often per task everywhere. Install the clock before importing any module that keeps a function of `time`.
 """
 
 import asyncio
@@ -18,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 BOOTED_AT = 1_750_000_000.0
-"""Seconds since 1970 of the clocks' zero. All texts of times have the same length from then on."""
+"""The time in seconds since 1970 at which the clocks start. All texts of later times have the same length."""
 
 PATIENCE_SECONDS = 60.0
-"""Real time after which a loop that waits for a thread gives up."""
+"""The seconds of real time after which a loop that waits for a thread gives up."""
 
 READ_BYTES = 4096
-"""Asyncio allocates as much for each read; uvloop, on which the service runs, allocates what has come."""
+"""The bytes that a read allocates. Asyncio allocates as much for each read; uvloop, on which the service
+runs, allocates only what has arrived."""
 
 _real_monotonic = time.monotonic
 
@@ -34,7 +34,8 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.seconds = 1000.0
-        """Since BOOTED_AT. A small number: the loop compares its times to the nanosecond."""
+        """The seconds since BOOTED_AT. The number stays small because the loop compares its times to the
+        nanosecond."""
 
     def advance(self, seconds: float) -> None:
         self.seconds += seconds
@@ -49,19 +50,20 @@ class VirtualClock:
 
 
 class WorkOfThreads:
-    """Knows what other threads have been given and have not finished. The clock stands still meanwhile.
+    """Tracks the work that other threads have been given and have not finished. The clock stands still
+    meanwhile.
 
-    The event loop waits at once for what it gives to an executor, so that which of the two comes first is no
-    matter of chance. The writer of the database is waited for when the loop has nothing else to do: it
-    answers on the loop.
+    The event loop waits at once for what it gives to an executor, so the order of the two is never chance. It
+    waits for the writer of the database when it has nothing else to do, because the writer answers on the
+    loop.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._running = 0
-        """Threads at work for an executor."""
+        """The number of threads that work for an executor."""
         self._awaited = 0
-        """Answers of the writer that have not come."""
+        """The number of answers of the writer that have not arrived."""
         self._loop_thread = threading.get_ident()
 
     @property
@@ -85,7 +87,7 @@ class WorkOfThreads:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until no thread is at work for an executor. Nothing happens in such a thread itself."""
+        """Wait until no thread works for an executor."""
         if threading.get_ident() == self._loop_thread:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._running == 0, PATIENCE_SECONDS):
@@ -94,8 +96,9 @@ class WorkOfThreads:
                     )
 
     def watch_executors(self) -> None:
-        """Count what is submitted to executors until its callbacks have been called too, since one of them
-        tells the event loop of its end. `concurrent.futures` has no public hook for that moment."""
+        """Count work that is submitted to executors until its callbacks have been called, since one of them
+        tells the event loop that the work has ended. `concurrent.futures` has no public hook for that
+        moment."""
         submit, run = ThreadPoolExecutor.submit, _WorkItem.run
 
         def counted_submit(*arguments: Any, **named: Any) -> Any:
@@ -115,7 +118,7 @@ class WorkOfThreads:
 
 
 class CountedEvent(threading.Event):
-    """An event for which a thread of an executor waits. The thread is not at work while it waits."""
+    """An event for which a thread of an executor waits. A waiting thread does not count as working."""
 
     def __init__(self, work: WorkOfThreads) -> None:
         super().__init__()
@@ -131,7 +134,7 @@ class CountedEvent(threading.Event):
         self._work.wait()
 
     def wait(self, _timeout: float | None = None) -> bool:
-        """Wait without a timeout: a thread knows no virtual time."""
+        """Wait without a timeout, since a thread knows no virtual time."""
         with self._turn:
             if self.is_set():
                 return True
@@ -141,8 +144,8 @@ class CountedEvent(threading.Event):
 
 
 class VirtualTimer:
-    """Takes the place of `threading.Timer`: the event loop calls the function when the virtual time is
-    over."""
+    """Takes the place of `threading.Timer`: the event loop calls the function when its virtual time has
+    passed."""
 
     daemon = True
 
@@ -156,8 +159,8 @@ class VirtualTimer:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in virtual time. Its connections are made of Unix sockets, since those deliver at once:
-    TCP delivers when the kernel has time for it, and the clock could not wait for that."""
+    """An event loop in virtual time. Its connections are Unix sockets because these deliver at once; TCP
+    delivers when the kernel has time for it, and the clock could not wait for that."""
 
     def __init__(self, clock: VirtualClock, work: WorkOfThreads) -> None:
         selector: selectors.BaseSelector = _JumpingSelector(clock, work)
@@ -167,7 +170,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._sockets: dict[int, Path] = {}
 
     def serve_port_at(self, port: int, path: Path) -> None:
-        """Connect to this Unix socket where a connection to the port is asked for."""
+        """Connect to this Unix socket whenever a connection to the port is requested."""
         self._sockets[port] = path
 
     async def create_connection(  # type: ignore[override]  # its overloads tell apart what is passed on here
@@ -177,7 +180,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Moves the clock to the time for which the loop would wait."""
+    """A selector that moves the clock to the time until which the loop would wait."""
 
     def __init__(self, clock: VirtualClock, work: WorkOfThreads) -> None:
         super().__init__()
@@ -196,7 +199,7 @@ class _JumpingSelector(selectors.DefaultSelector):
                 raise RuntimeError(
                     f"a thread has been at work for {PATIENCE_SECONDS:g} s; the counted path hangs"
                 )
-        if found := super().select(0):  # what a thread told the loop before its work ended
+        if found := super().select(0):  # messages from a thread before its work ended
             return found
         if timeout is None:
             raise RuntimeError("nothing is at work and nothing is due; the counted path hangs")

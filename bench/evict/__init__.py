@@ -29,7 +29,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Raises ValueError for anything but whole numbers from 1 on."""
+    """Return the numbers in a text. Raises ValueError for anything but whole numbers from 1 on."""
     parts = tuple(int(part) for part in text.split(","))
     if min(parts) < 1:
         raise ValueError(f"slots are whole numbers from 1 on, not {text!r}")
@@ -40,16 +40,16 @@ def measure(options: Namespace) -> Iterator[Figure]:
     uses = read_uses(options.data)
     loads = read_loads(options.data)
     own = spread({use.model for use in uses}, loads)
-    same = dict.fromkeys(own, statistics.fmean(loads))
+    means = dict.fromkeys(own, statistics.fmean(loads))
     report(
-        f"{len(uses):,} requests for {len(own)} models; a load takes {same[uses[0].model]:.1f} s on average"
+        f"{len(uses):,} requests for {len(own)} models; a load takes {means[uses[0].model]:.1f} s on average"
     )
     for slots in options.slots:
-        equal = {name: misses(uses, slots, policy(name, uses, same)) for name in POLICIES}
+        equal = {name: misses(uses, slots, policy(name, uses, means)) for name in POLICIES}
         different = {name: misses(uses, slots, policy(name, uses, own)) for name in POLICIES}
         hours = {name: seconds_of(uses, missed, own) / 3600 for name, missed in different.items()}
         hours[BEST] = least_seconds([use.model for use in uses], own, slots) / 3600
-        show(slots, uses, equal, same[uses[0].model], hours)
+        show(slots, uses, equal, means[uses[0].model], hours)
         yield from figures(slots, uses, equal, hours)
 
 
@@ -70,19 +70,19 @@ def figures(slots: int, uses: Sequence[Use], missed: Missed, hours: Mapping[str,
 
 
 def figure(name: str, value: float, unit: str, n: int, baseline: float | None = None) -> Figure:
-    """The baseline is LRU's value."""
+    """Return a figure, with the value of LRU as its baseline."""
     ratio = value / baseline if baseline else None
     return Figure("evict", f"evict.{name}", value, unit, n, baseline=baseline, ratio=ratio)
 
 
 def way(values: Mapping[str, float]) -> float:
-    """How far the service gets from LRU (0) to clairvoyant (1)."""
+    """Return how far the service gets from LRU (0) to clairvoyant (1)."""
     least, most = values[BEST], values[LEAST_RECENT]
     return (most - values[OURS]) / (most - least) if most > least else 0.0
 
 
 def show(slots: int, uses: Sequence[Use], missed: Missed, seconds: float, hours: Mapping[str, float]) -> None:
-    """The same as a table on stderr."""
+    """Print the results as a table on stderr."""
     half = len(uses) // 2
     report(f"\n{slots} slots         missed %  second half %  hours, equal loads  hours, own loads")
     for name, numbers in missed.items():

@@ -18,16 +18,17 @@ from bench.evict.trace import Use
 
 MODEL_MB = Mib(1024)
 IDLE, ASKED = -1, 50
-"""The priority of a model that no request wants any more, and of the one that is asked for."""
+"""The priority of a model that no request wants any more, and that of the model that is requested."""
 LONG_AGO = Instant(0.0)
-"""Loaded then, a model has been there for its minimum residency: a request of the replay cannot wait."""
+"""A load time so early that every model is past its minimum residency, since a request of the replay cannot
+wait."""
 
 NODE = Node(NodeName("replay"), 64.0, Mib(65_536), 64, incarnation="1", boot_id="1")
 DEVICE = device_key("bench", NODE.name, "gpu0")
 
 
 class Planner:
-    """One server whose models are all idle, each of one size, on a device that they fill."""
+    """One server whose models are all idle, each of the same size, on a device that they fill."""
 
     def __init__(self, load_seconds: Mapping[str, float]) -> None:
         self._load_seconds = load_seconds
@@ -84,6 +85,6 @@ def lease_of(task: Task) -> Lease:
 
 
 def victim_of(decision: Decision) -> str:
-    """Raises ValueError unless exactly one model is evicted."""
+    """Return the model that a decision evicts. Raises ValueError unless exactly one model is evicted."""
     [write] = decision.tasks
     return model_of(write.task).model

@@ -10,14 +10,14 @@ LEAST_RECENT, OURS, BEST = "lru", "gpubroker", "clairvoyant"
 POLICIES = ("fifo", LEAST_RECENT, "lfu", "decayed_lfu", OURS, BEST)
 
 HALF_LIFE_SECONDS = 1800.0
-"""Of the decayed LFU: about the best single half-life for that trace, from a minute to three days."""
+"""The half-life of the decayed LFU: about the best single one for that trace, from a minute to three days."""
 
 
 class Policy(Protocol):
     """Chooses the model to evict. Requests are numbered from 0."""
 
     def loaded(self, model: str, number: int, /) -> None:
-        """The model was loaded for this request; `used` follows."""
+        """Note that the model was loaded for this request; `used` follows."""
 
     def used(self, use: Use, number: int, /) -> None: ...
 
@@ -25,7 +25,7 @@ class Policy(Protocol):
 
 
 def misses(uses: Sequence[Use], slots: int, policy: Policy) -> list[int]:
-    """The numbers of the requests whose model had to be loaded, with room for `slots` models.
+    """Return the numbers of the requests whose model had to be loaded, with room for `slots` models.
 
     Requests are served one at a time; a missing model takes a free slot or that of a victim.
     """
@@ -43,7 +43,8 @@ def misses(uses: Sequence[Use], slots: int, policy: Policy) -> list[int]:
 
 
 def policy(name: str, uses: Sequence[Use], load_seconds: Mapping[str, float]) -> Policy:
-    """`uses`: all requests of the replay; only the clairvoyant policy reads them in advance."""
+    """Return the policy of this name. `uses` are all requests of the replay; only the clairvoyant policy
+    reads them in advance."""
     match name:
         case "fifo":
             return Fifo()
@@ -102,8 +103,8 @@ class Clairvoyant(Ranked):
 
 
 class Lfu:
-    """Evicts the least frequently used model, of equal ones the least recently used. With a half-life, each
-    use counts half as much after it."""
+    """Evicts the least frequently used model; among equally frequent ones, the least recently used. With a
+    half-life, a use counts half as much after each such time."""
 
     def __init__(self, half_life_seconds: float | None = None) -> None:
         self._half_life = half_life_seconds

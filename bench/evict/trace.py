@@ -16,13 +16,14 @@ LOADS = "basemodel_update_latency_anon.csv"
 
 class Use(NamedTuple):
     at: float
-    """Seconds since 1970."""
+    """The time in seconds since 1970."""
     model: str
 
 
 def read_uses(data: Path) -> list[Use]:
-    """In order of time, within one second in the order of the file. Requests that name no model count as
-    requests for one model with an empty name: that service has a default model."""
+    """Return the requests in order of time, and within one second in the order of the file. Requests that
+    name no model count as requests for one model with an empty name, since that service has a default
+    model."""
     with open(data / REQUESTS, newline="") as file:
         uses = [
             Use(instant(row["gmt_create"]), row["checkpoint_model_version_id"])
@@ -36,13 +37,14 @@ def instant(text: str) -> float:
 
 
 def read_loads(data: Path) -> list[float]:
-    """Seconds, ascending. The file gives milliseconds, and does not say of which model."""
+    """Return the load times in seconds, ascending. The file gives milliseconds, and does not name the
+    models."""
     with open(data / LOADS, newline="") as file:
         return sorted(float(row["value"]) / 1000 for row in csv.DictReader(file))
 
 
 def spread(models: Collection[str], loads: Sequence[float]) -> dict[str, float]:
-    """A load time for each model: evenly spaced published times, assigned by a digest of the model's name.
-    Which model gets which is made up; the distribution is the published one."""
+    """Return a load time for each model: evenly spaced published times, assigned by a digest of the model's
+    name. The assignment is made up; the distribution is the published one."""
     order = sorted(models, key=lambda model: hashlib.sha256(model.encode()).digest())
     return {model: loads[(2 * at + 1) * len(loads) // (2 * len(order))] for at, model in enumerate(order)}

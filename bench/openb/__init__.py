@@ -25,12 +25,12 @@ from bench.openb.synthesis import synthesise
 from bench.openb.trace import Job, arrivals, read_jobs, read_machines, shuffled_nodes, total_milli, traces_in
 
 FIRST_SEED = 42
-"""The first of the paper's seeds; its random number generator is another one."""
+"""The first of the paper's seeds. The paper used another random number generator."""
 
 SYNTHETIC = "synthetic-"
 
 Run = tuple[Path, str, str, int, bool, tuple[int, ...]]
-"""(data, trace, policy, seed, nodes shuffled_nodes, arrivals)"""
+"""(data, trace, policy, seed, whether the nodes are shuffled, arrivals)"""
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -66,7 +66,8 @@ def listed(text: str) -> tuple[str, ...]:
 
 
 def percents(text: str) -> tuple[int, ...]:
-    """Raises ValueError unless all parts are whole numbers from 1 to 130."""
+    """Return the percentages in a text. Raises ValueError unless all parts are whole numbers from 1 to
+    130."""
     parts = tuple(int(part) for part in listed(text))
     if not parts or not all(0 < part <= 130 for part in parts):
         raise ValueError(f"arrivals are whole percents from 1 to 130, not {text!r}")
@@ -98,7 +99,7 @@ def runs_of(options: Namespace, trace: str, name: str) -> list[Run]:
 
 
 def one_run(run: Run) -> dict[int, float]:
-    """Requested GPUs -> allocated GPUs, both in % of all GPUs."""
+    """Return requested GPUs -> allocated GPUs of a run, both in % of all GPUs."""
     data, trace, name, seed, shuffled, at = run
     jobs, machines = jobs_of(data, trace), read_machines(data)
     chance = random.Random(seed)
@@ -115,7 +116,7 @@ def jobs_of(data: Path, trace: str) -> Sequence[Job]:
 
 
 def figures(trace: str, arrival: int, by_policy: dict[str, list[float]], *, main: bool) -> Iterator[Figure]:
-    """The first arrival has plain names; those of others end in `.atN`."""
+    """Yield the figures. Those of the first arrival have plain names; those of others end in `.atN`."""
     for name, values in by_policy.items():
         value, baseline = statistics.fmean(values), published(trace, name, arrival)
         yield Figure(
@@ -130,7 +131,7 @@ def figures(trace: str, arrival: int, by_policy: dict[str, list[float]], *, main
 
 
 def show(trace: str, arrival: int, by_policy: dict[str, list[float]]) -> None:
-    """The same as a table on stderr, with the published values."""
+    """Print the results and the published values as a table on stderr."""
     report(f"\n{trace}, {arrival} % requested   allocated %     sd   published")
     for name, values in by_policy.items():
         baseline = published(trace, name, arrival)

@@ -1,8 +1,8 @@
 """The policies: those of the paper's simulator, and the service's own.
 
-Scores are those of the simulator (pkg/simulator/plugin), including its integer divisions: 0..100, higher is
-better; the first node by name wins a tie. Unless a policy says otherwise, a task gets the tightest GPU with
-room, or whole GPUs from the lowest index on.
+Scores are those of the simulator (pkg/simulator/plugin), including its integer divisions: 0..100, where
+higher is better and the first node by name wins a tie. Unless a policy says otherwise, a task gets the
+tightest GPU with room, or whole GPUs from the lowest index on.
 """
 
 import random
@@ -37,24 +37,26 @@ class Node:
         self.memory_mb = machine.memory_mb
         self.room = Remainder(machine.cpu_milli, (WHOLE_GPU,) * machine.gpus, machine.kind)
         self.groups: set[str] = set()
-        """The groups of tasks placed here, as `clustering` distinguishes them."""
+        """The groups of the tasks that are placed on this node, as `clustering` distinguishes them."""
 
 
 class Policy(ABC):
-    """Where a task would go on one node, and which node it gets."""
+    """Decides where a task would go on one node, and which node it gets."""
 
     @abstractmethod
     def spot(self, job: Job, node: Node) -> DeviceChoice | None:
-        """None if CPU or GPUs do not suffice. Memory and GPU kind of the node were checked before."""
+        """Return the devices for the task; None if CPU or GPUs do not suffice. Memory and GPU kind of the
+        node were checked before."""
 
     def choose(self, scores: Sequence[int]) -> int | None:
-        """The index of the best score, None if there is none; -1 is a node without room."""
+        """Return the index of the best score; None if there is none. A score of -1 stands for a node without
+        room."""
         best = max(scores)
         return None if best < 0 else scores.index(best)
 
 
 class RandomFit(Policy):
-    """A random node with room, and a random GPU with room on it."""
+    """Chooses a random node with room, and a random GPU with room on it."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
@@ -80,11 +82,12 @@ class ByScore(Policy):
 
     @abstractmethod
     def score(self, job: Job, node: Node) -> int:
-        """0..100; the node has room."""
+        """Return the score of a node with room, 0..100."""
 
 
 class DotProduct(ByScore):
-    """Smallest dot product of the node's free resources and the task's demand (Tetris, SIGCOMM 2014)."""
+    """Prefers the smallest dot product of the node's free resources and the task's demand (Tetris, SIGCOMM
+    2014)."""
 
     def score(self, job: Job, node: Node) -> int:
         cpu = node.room.cpu / LARGEST_CPU_MILLI * (job.cpu_milli / LARGEST_CPU_MILLI)
@@ -93,7 +96,7 @@ class DotProduct(ByScore):
 
 
 class BestFit(ByScore):
-    """Least free resources afterwards; CPU and GPUs weigh half each."""
+    """Prefers the node with the least free resources afterwards; CPU and GPUs weigh half each."""
 
     def score(self, job: Job, node: Node) -> int:
         cpu = (node.room.cpu - job.cpu_milli) / LARGEST_CPU_MILLI
@@ -102,7 +105,8 @@ class BestFit(ByScore):
 
 
 class Clustering(ByScore):
-    """Nodes with only tasks of the same group first, then mixed, then empty ones (Gandiva, OSDI 2018)."""
+    """Prefers nodes with only tasks of the same group, then mixed ones, then empty ones (Gandiva, OSDI
+    2018)."""
 
     def score(self, job: Job, node: Node) -> int:
         if not job.gpus:
@@ -114,7 +118,7 @@ class Clustering(ByScore):
 
 
 class Packing(ByScore):
-    """Shared GPUs first, then free ones of a used node, then a free node (MLaaS in the wild, NSDI 2022)."""
+    """Prefers shared GPUs, then free ones of a used node, then a free node (MLaaS in the wild, NSDI 2022)."""
 
     def score(self, job: Job, node: Node) -> int:
         left = node.room.left
@@ -130,7 +134,7 @@ class Packing(ByScore):
 
 
 class LeastStranded(Policy):
-    """The node on which the least is stranded, by one of the core's measures."""
+    """Prefers the node on which the least memory is stranded, by one of the core's measures."""
 
     def __init__(self, measure: FragmentationMeasure, kinds: Sequence[str]) -> None:
         self._measure = measure
@@ -148,7 +152,7 @@ POLICIES = ("random", "dot_product", "clustering", "packing", "best_fit", "fgd",
 
 
 def policy(name: str, jobs: Sequence[Job], machines: Sequence[Machine], chance: random.Random) -> Policy:
-    """The policy before the first task. `jobs`, the trace, gives the usual demands."""
+    """Return the policy before its first task. `jobs`, the trace, gives the usual demands."""
     match name:
         case "random":
             return RandomFit(chance)
@@ -180,7 +184,7 @@ def gpus_by_kind(machines: Sequence[Machine]) -> Counter[str]:
 
 
 def tightest(job: Job, node: Node) -> tuple[int, ...] | None:
-    """The fullest GPUs with room, the lowest index first; None if CPU or GPUs do not suffice."""
+    """Return the fullest GPUs with room, the lowest index first; None if CPU or GPUs do not suffice."""
     left = node.room.left
     if job.cpu_milli > node.room.cpu:
         return None

@@ -33,12 +33,13 @@ AT_100: dict[tuple[str, str], float] = {
     ("gpuspec25", "fgd"): 93.91,
     ("gpuspec33", "fgd"): 87.84,
 }
-"""The same when tasks requesting 100 % have arrived; only some values were looked up."""
+"""The published results when tasks requesting 100 % of all GPUs have arrived; only some values were looked
+up."""
 
 
 def published(trace: str, policy: str, arrival: int) -> float | None:
-    """The published mean, None if unknown. A synthetic trace is compared with the one it imitates, and
-    `gpubroker` with FGD, the best published policy."""
+    """Return the published mean; None if it is unknown. A synthetic trace is compared with the one it
+    imitates, and `gpubroker` with FGD, the best published policy."""
     family = trace.removeprefix("synthetic-")
     column = "fgd" if policy == "gpubroker" else policy
     if arrival == 100:

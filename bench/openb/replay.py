@@ -12,17 +12,17 @@ TOO_FULL = -1
 
 
 class Candidates:
-    """The scores of all nodes for equal tasks; only nodes that changed since are scored again."""
+    """The scores of all nodes for equal tasks. Only nodes that have changed are scored again."""
 
     def __init__(self, nodes: int) -> None:
         self.scores = [TOO_FULL] * nodes
         self.spots: list[DeviceChoice | None] = [None] * nodes
         self.seen = 0
-        """The number of changes taken into account."""
+        """The number of changes that the scores take into account."""
 
 
 class Replay:
-    """A cluster that is filled. The first of `machines` wins a tie."""
+    """A cluster that is filled task by task. The first of `machines` wins a tie."""
 
     def __init__(self, machines: Sequence[Machine], policy: Policy) -> None:
         self.nodes = [Node(machine) for machine in machines]
@@ -33,7 +33,8 @@ class Replay:
         self._candidates: dict[Job, Candidates] = {}
 
     def allocated(self, jobs: Sequence[Job], arrivals: Collection[int]) -> dict[int, float]:
-        """Arrival -> GPUs allocated then, both in % of all GPUs; at the end for those not reached."""
+        """Return arrival -> GPUs allocated then, both in % of all GPUs; arrivals not reached get the final
+        value."""
         found: dict[int, float] = {}
         waiting = sorted(arrivals)
         arrived = 0
@@ -48,7 +49,7 @@ class Replay:
         return 100 * self.allocated_milli / self.capacity_milli
 
     def place(self, job: Job) -> str | None:
-        """The name of the task's node; None if it fits nowhere."""
+        """Place a task and return the name of its node; None if it fits nowhere."""
         candidates = self._up_to_date(job)
         chosen = self._policy.choose(candidates.scores)
         if chosen is None:

@@ -1,9 +1,9 @@
 """Traces like those of the paper's families, derived from the default trace.
 
-As counted in the published files: `cpuNNN` has NN.N % CPU-only tasks; in `gpushareNN` tasks that share a GPU
-request NN % of all GPUs, with the same number of GPU tasks; `multigpuNN` has tasks with several GPUs added
-until they request NN %; in `gpuspecNN` NN % of the GPU tasks name the kinds they need. Kinds are drawn with
-the frequencies of two excerpts of gpuspec33, about 120 tasks.
+The families differ from the default trace as counted in the published files. `cpuNNN` has NN.N % CPU-only
+tasks. In `gpushareNN` tasks that share a GPU request NN % of all GPUs, with the same number of GPU tasks.
+`multigpuNN` has tasks with several GPUs added until they request NN %. In `gpuspecNN` NN % of the GPU tasks
+name the kinds they need; kinds are drawn with the frequencies of two excerpts of gpuspec33, about 120 tasks.
 """
 
 import random
@@ -29,7 +29,7 @@ EIGHT_KINDS = {kinds: n for kinds, n in WHOLE_KINDS.items() if {"G2", "G3", "V10
 
 
 def synthesise(family: str, default: Sequence[Job]) -> list[Job]:
-    """The trace of this family, always the same. Raises ValueError for an unknown family."""
+    """Return the trace of this family, which is always the same. Raises ValueError for an unknown family."""
     match = re.fullmatch(r"(cpu|gpushare|multigpu|gpuspec)(\d+)", family)
     if match is None:
         raise ValueError(f"no such family: {family!r}; families: cpuNNN, gpushareNN, multigpuNN, gpuspecNN")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 WHOLE_GPU = 1000
-"""Thousandths."""
+"""A whole GPU in thousandths."""
 
 FULL_ARRIVAL = 130
 """Tasks arrive until this many % of all GPUs are requested."""
@@ -30,13 +30,13 @@ class Machine(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What one task of a trace requests. Without `kinds`, any kind of GPU."""
+    """The request of one task of a trace. Without `kinds`, any kind of GPU will do."""
 
     cpu_milli: int
     memory_mb: int
     gpus: int
     gpu_milli: int
-    """Thousandths of each GPU."""
+    """The thousandths that the task requests of each GPU."""
     kinds: tuple[str, ...] = ()
 
     @property
@@ -45,7 +45,7 @@ class Job(NamedTuple):
 
 
 def read_machines(data: Path) -> list[Machine]:
-    """In name order."""
+    """Return the machines sorted by name."""
     with open(data / NODES, newline="") as file:
         rows = list(csv.DictReader(file))
     machines = [
@@ -56,7 +56,7 @@ def read_machines(data: Path) -> list[Machine]:
 
 
 def read_jobs(data: Path, trace: str) -> list[Job]:
-    """In the order of the file."""
+    """Return the tasks in the order of the file."""
     with open(data / TASKS.format(trace), newline="") as file:
         return [job_of(row) for row in csv.DictReader(file)]
 
@@ -69,7 +69,7 @@ def job_of(row: dict[str, str]) -> Job:
 
 
 def traces_in(data: Path) -> list[str]:
-    """The names of the traces in the folder."""
+    """Return the names of the traces in the folder."""
     before, after = TASKS.split("{}")
     return sorted(path.name[len(before) : -len(after)] for path in data.glob(TASKS.format("*")))
 
@@ -79,8 +79,8 @@ def total_milli(machines: Sequence[Machine]) -> int:
 
 
 def arrivals(jobs: Sequence[Job], capacity_milli: int, chance: random.Random) -> list[Job]:
-    """The shuffled trace, then tasks drawn from it until one GPU of the next would pass the full arrival.
-    A trace that requests more than that loses random tasks instead."""
+    """Return the shuffled trace, then tasks drawn from it until one GPU of the next would pass the full
+    arrival. If the trace requests more than that, random tasks are removed instead."""
     limit = FULL_ARRIVAL * capacity_milli // 100
     order = list(jobs)
     chance.shuffle(order)
@@ -94,7 +94,7 @@ def arrivals(jobs: Sequence[Job], capacity_milli: int, chance: random.Random) ->
 
 
 def shuffled_nodes(machines: Sequence[Machine], chance: random.Random) -> list[Machine]:
-    """In random order: the paper's simulator renames its nodes with a random number in front
+    """Return the nodes in random order. The paper's simulator renames its nodes with a random number in front
     (pkg/simulator/simulator.go) and lets the smallest name win a tie, which matters much."""
     order = list(machines)
     chance.shuffle(order)

@@ -94,24 +94,24 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def releases(leader: "Leader", count: int, chance: random.Random) -> Generator[Figure, None, list[float]]:
-    """One cycle after each release of memory, by a run that ended or was preempted; a cycle may take many
-    turns. Returns the seconds of each cycle."""
+    """Run one cycle after each release of memory, by a run that ended or was preempted, and return the
+    seconds of each cycle. A cycle may take many turns."""
     slices: list[float] = []
     cycles: list[float] = []
-    given: list[float] = []
+    last_admissions: list[float] = []
     leader.decided.clear()
     leader.rounds.clear()
     for _ in range(count):
-        taken = leader.cycle_after_a_release(chance)
-        slices += taken
-        cycles.append(sum(taken))
+        turn_seconds = leader.cycle_after_a_release(chance)
+        slices += turn_seconds
+        cycles.append(sum(turn_seconds))
         if leader.last_admission_s is not None:
-            given.append(leader.last_admission_s)
+            last_admissions.append(leader.last_admission_s)
     report(
         f"{count:,} cycles: {leader.decided['admit']:,} tasks started, {leader.decided['preempt']:,} "
         f"preempted others; median {1000 * percentile(cycles, 50):.2f} ms; turns: p99 "
         f"{1000 * percentile(slices, 99):.1f} ms, the longest {1000 * max(slices):.1f} ms; "
-        f"the last admission of a cycle came within {1000 * percentile(given, 99):.1f} ms (p99)"
+        f"the last admission of a cycle came within {1000 * percentile(last_admissions, 99):.1f} ms (p99)"
     )
     yield _figure("cycle.p99_ms", 1000 * percentile(cycles, 99), "ms", len(cycles))
     yield _figure("slice.max_ms", 1000 * max(slices), "ms", len(slices))
@@ -127,7 +127,8 @@ def releases(leader: "Leader", count: int, chance: random.Random) -> Generator[F
 
 
 def growth(leader: "Leader", gangs: int, without: Sequence[float], chance: random.Random) -> Iterator[Figure]:
-    """As many cycles as `without`, with gangs that would take any GPU that no waiting task can use."""
+    """Run as many cycles as `without` has, with gangs that would take any GPU that no waiting task can
+    use."""
     leader.add_gangs(gangs, chance)
     turns = [leader.cycle_after_a_release(chance) for _ in without]
     cycles = list(map(sum, turns))
@@ -141,7 +142,7 @@ def growth(leader: "Leader", gangs: int, without: Sequence[float], chance: rando
 
 
 def answers(leader: "Leader", count: int, chance: random.Random) -> Iterator[Figure]:
-    """Explain and simulate requests to a gateway that does nothing else meanwhile."""
+    """Send explain and simulate requests to a gateway that does nothing else meanwhile."""
 
     def next_cycle() -> None:
         leader.release_one(chance)
@@ -164,7 +165,7 @@ def _figure(name: str, value: float, unit: str, n: int) -> Figure:
 
 
 class Leader:
-    """A World, its clock, and the planner, driven as the leader's loop drives it."""
+    """A World, its clock and the planner, driven as the loop of the leader drives them."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -173,7 +174,7 @@ class Leader:
         self.cache = PlanCache()
         self.forecast_rounds = ForecastRounds()
         self.rounds: list[list[float]] = []
-        """The seconds of each step, for each computation of the forecasts."""
+        """The seconds of each step, one list for each computation of the forecasts."""
         self.applied_s = 0.0
         self.decided: Counter[str] = Counter()
         self.preempted: deque[tuple[float, TaskId]] = deque()
@@ -184,12 +185,12 @@ class Leader:
     def cycle_after_a_release(self, chance: random.Random) -> list[float]:
         self.pass_time(0.02)
         self.release_one(chance)
-        taken = self.cycle()
+        turn_seconds = self.cycle()
         self.forecast()
-        return taken
+        return turn_seconds
 
     def cycle(self) -> list[float]:
-        """Run a whole cycle and start what it admits; returns the seconds of each turn."""
+        """Run a whole cycle and start what it admits; return the seconds of each turn."""
         taken: list[float] = []
         admitted: list[TaskId] = []
         self.last_admission_s = None
@@ -221,7 +222,7 @@ class Leader:
                 return taken
 
     def forecast(self) -> None:
-        """Compute the forecasts if they are due, once a second."""
+        """Compute the forecasts if they are due, which is once a second."""
         steps: list[float] = []
         is_unfinished = True
         while is_unfinished:
@@ -240,7 +241,7 @@ class Leader:
             self.commit([Decision(name, "started", tasks=(started,), leases=leases)])
 
     def add_gangs(self, count: int, chance: random.Random) -> None:
-        """Running gangs of one rank without a GPU. Seven more would take any whole one."""
+        """Add running gangs of one rank without a GPU. Seven more ranks would each take any whole GPU."""
         demand = Demand(bundles=(Demand(), *[Demand(gpus=1)] * 7), min_ranks=1)
         for number in range(count):
             first = Member(0, chance.choice(sorted(self.world.nodes)), MemberState.READY, False, "10.0.0.1:1")
@@ -281,7 +282,8 @@ class Leader:
         self.commit([Decision(task.id, "gone", tasks=(again,), leases=leases)])
 
     def release_one(self, chance: random.Random) -> None:
-        """Stop a run that was preempted a while ago, or else end one. Its memory is free at once."""
+        """Stop a run that was preempted at least GRACE_SECONDS ago, or else end a run. Its memory is free at
+        once."""
         while self.preempted and self.preempted[0][0] <= self.now - GRACE_SECONDS:
             task = self.world.tasks.get(self.preempted.popleft()[1])
             if task is not None and task.state is TaskState.STOPPING:
@@ -291,11 +293,11 @@ class Leader:
         done = write_move(task, Move.SUCCEEDED, finished_at=self.now)
         leases = [move_lease(lease, LeaseState.RELEASING) for lease in self.world.leases_of(task)]
         self.commit([Decision(task.id, "ended", tasks=(done,), leases=tuple(leases))])
-        gone = [release(lease, Proof.PROCESS_ABSENT) for lease in leases]
-        self.commit([Decision(task.id, "gone", leases=tuple(gone))])
+        released = [release(lease, Proof.PROCESS_ABSENT) for lease in leases]
+        self.commit([Decision(task.id, "gone", leases=tuple(released))])
 
     def pass_time(self, seconds: float) -> None:
-        """Measure every GPU once a second, as the node agents do."""
+        """Let simulated time pass, and measure every GPU once a second, as the node agents do."""
         before, self.now = int(self.now), Instant(self.now + seconds)
         if int(self.now) != before:
             self.world.measure([an_idle_sample(key, self.now) for key in self.world.ledgers])
@@ -317,7 +319,7 @@ def timed(what: Callable[[], T]) -> tuple[float, T]:
 
 
 def a_cluster(options: Namespace, chance: random.Random) -> World:
-    """Empty nodes, and waiting tasks submitted during the last hour."""
+    """Return a cluster of empty nodes, and of waiting tasks that were submitted during the last hour."""
     world = World()
     world.as_of = Instant(BEGIN)
     for number in range(options.nodes):
@@ -348,7 +350,8 @@ def an_idle_sample(key: DeviceKey, at: float) -> DeviceSample:
 
 
 def some_demands(count: int, chance: random.Random) -> list[Demand]:
-    """Three of five take a part of one GPU; the others a fraction, whole GPUs, parts of several, or none."""
+    """Return random demands: three of five take a part of one GPU; the others a fraction, whole GPUs, parts
+    of several, or none."""
     found: dict[Demand, None] = {}
     while len(found) < count:
         plain = Demand(cpu=float(chance.choice((1, 2, 4, 8))), memory_mb=Mib(chance.choice((2, 8, 16)) * GIB))

@@ -42,12 +42,12 @@ NOTHING = httpx.ByteStream(b"")
 
 class Answers(Struct, frozen=True):
     seconds: list[float]
-    """CPU time per request."""
+    """The CPU time of each request, in seconds."""
     bytes: list[int]
 
 
 class FrozenClock(Struct, frozen=True):
-    """Always the same time."""
+    """A clock that always says the same time."""
 
     at: Instant
 
@@ -63,7 +63,7 @@ class WorldStore:
         self.rows: list[TokenRow] = []
 
     async def head(self) -> Position:
-        """The World has read all that there is."""
+        """Return the position of the World, which has read the whole log."""
         return self._world.position
 
     async def tokens(self) -> Sequence[TokenRow]:
@@ -130,26 +130,26 @@ class KnownLeader(Struct, frozen=True):
 
 
 class Gateway(Struct, frozen=True):
-    """The app with what it answers from."""
+    """The gateway app and the parts from which it answers."""
 
     world: World
     policy: Policy
     now: Instant
     forecasts: Sequence[Forecast]
     before_each: Callable[[], None]
-    """Called before each request."""
+    """The function that is called before each request."""
 
     def explained(self, tasks: Iterable[Task]) -> Answers:
-        asked = [(task, "GET", f"/tasks/{task.id}/explain", None) for task in tasks]
-        return asyncio.run(self._ask(asked))
+        requests = [(task, "GET", f"/tasks/{task.id}/explain", None) for task in tasks]
+        return asyncio.run(self._ask(requests))
 
     def simulated(self, tasks: Iterable[Task]) -> Answers:
         """Ask what would become of another task like each of these."""
-        asked = [(task, "POST", "/tasks/simulate", _body(task)) for task in tasks]
-        return asyncio.run(self._ask(asked))
+        requests = [(task, "POST", "/tasks/simulate", _body(task)) for task in tasks]
+        return asyncio.run(self._ask(requests))
 
-    async def _ask(self, asked: Sequence[tuple[Task, str, str, Any]]) -> Answers:
-        """One request after the other, with a token of the task's tenant."""
+    async def _ask(self, requests: Sequence[tuple[Task, str, str, Any]]) -> Answers:
+        """Send one request after the other, each with a token of the task's tenant."""
         clock, store = FrozenClock(self.now), WorldStore(self.world)
         tokens = Tokens(cast(TaskStore, store), clock)
         parts = AppParts(
@@ -165,26 +165,26 @@ class Gateway(Struct, frozen=True):
         )
         app = create_app(parts)
         secrets = {}
-        for tenant in sorted({task.tenant for task, *_ in asked}):
+        for tenant in sorted({task.tenant for task, *_ in requests}):
             secrets[tenant], row = new_token(
                 tenant, tenant=tenant, scopes=[EVERY_SCOPE], max_priority=100, now=self.now
             )
             store.rows.append(row)
         await tokens.load()
-        found = Answers([], [])
+        answers = Answers([], [])
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            for task, method, path, body in asked:
+            for task, method, path, body in requests:
                 self.before_each()
                 headers = {"Authorization": f"Bearer {secrets[task.tenant]}"}
                 began = process_time()
                 answer = await client.request(method, path, json=body, headers=headers)
-                found.seconds.append(process_time() - began)
-                found.bytes.append(len(answer.content))
-                answer.stream = NOTHING  # a cycle: both would stay until the next full collection
+                answers.seconds.append(process_time() - began)
+                answers.bytes.append(len(answer.content))
+                answer.stream = NOTHING  # a reference cycle would keep both until the next full collection
                 if answer.status_code != 200:
                     raise RuntimeError(f"{method} {path}: {answer.status_code} {answer.text}")
-        return found
+        return answers
 
 
 def _body(task: Task) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def named_policy(text: str) -> Named:
-    """Raises ArgumentTypeError, which names the settings."""
+    """Return a policy and its name. Raises ArgumentTypeError, which names the settings."""
     name, _, settings = text.partition(":")
     if settings.startswith("@"):
         try:
@@ -108,7 +108,8 @@ def _workload(options: Namespace) -> Workload:
 
 
 def table(outcomes: dict[str, Outcome]) -> Iterator[str]:
-    """One row per figure, one column per policy; a dash if no task of that band waited."""
+    """Yield the lines of a table with one row per figure and one column per policy; a dash if no task of that
+    band waited."""
     names = list(outcomes)
     widest = max(len(metric) for outcome in outcomes.values() for metric in outcome.figures())
     columns = [max(12, len(name)) for name in names]

@@ -26,7 +26,7 @@ class NoHistory(SystemExit):
 
 
 def a_history(path: Path) -> Workload:
-    """The jobs of a whole log. Tasks that never ran, external leases and models are left out. Raises
+    """Return the jobs of a whole log. Tasks that never ran, external leases and models are left out. Raises
     NoHistory."""
     events = _events(path)
     nodes: dict[NodeName, Node] = {}
@@ -89,13 +89,13 @@ def _jobs(events: Iterable[dict[str, Any]]) -> Iterable[Job]:
 
 
 def _without_absent(task: Task, ran: Container[TaskId]) -> Task:
-    """Without the dependencies on tasks that never ran, which are not part of the replay."""
+    """Return the task without its dependencies on tasks that never ran, which are not part of the replay."""
     after = tuple(dependency for dependency in task.after if dependency.task in ran)
     return replace(task, after=after, awaits=bool(after))
 
 
 def _plain(name: str, value: Any) -> Any:
-    """The API prints times as RFC 3339; rows keep seconds."""
+    """Return a value in the form of rows, which keep times as seconds; the API prints them as RFC 3339."""
     is_instant = name.endswith("_at") or name == "not_before"
     return Instant(_seconds(value)) if is_instant and isinstance(value, str) else value
 

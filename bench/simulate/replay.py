@@ -45,11 +45,11 @@ from bench.simulate.workload import Job, Workload
 
 START_SECONDS = 0.1
 CHECKPOINT_SECONDS = 1.0
-"""The time that a run that checkpoints needs to save and stop after its notice."""
+"""The seconds that a run with checkpoints needs to save and stop after its notice."""
 SAMPLE_SECONDS = 60.0
-"""Fragmentation is sampled once in this time."""
+"""The seconds between two samples of fragmentation."""
 WIDE_GPUS = 8
-"""Waits of batch tasks with this many GPUs are reported separately."""
+"""The number of GPUs from which waits of batch tasks are reported separately."""
 FOREVER = Seconds(1e12)
 
 
@@ -59,26 +59,26 @@ class Outcome:
 
     capacity_mb: int
     seconds: float = 0.0
-    """From the first submit to the last: the time for which means are taken."""
+    """The seconds from the first submit to the last, over which means are taken."""
     leased_mb_seconds: float = 0.0
     free_mb_seconds: float = 0.0
     stranded_mb_seconds: float = 0.0
-    """Free memory that usual demands could not use, sampled once a minute."""
+    """The free memory that usual demands could not use, sampled once a minute, in MiB × seconds."""
     waits: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Band -> seconds from submit to first admission, per task."""
+    """Band -> the seconds from submit to first admission of each task."""
     tenants: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Tenant -> MiB × seconds that it held until the last run ended."""
+    """Tenant -> the MiB × seconds that it held until the last run ended."""
     preemptions: int = 0
     lost_gpu_seconds: float = 0.0
     ended: int = 0
     expired: int = 0
     drained_seconds: float = 0.0
-    """From the last submit to the end of the last run."""
+    """The seconds from the last submit to the end of the last run."""
 
     def figures(self) -> dict[str, tuple[float, str]]:
-        """Metric -> (value, unit)."""
+        """Return metric -> (value, unit)."""
         whole = self.capacity_mb * self.seconds or 1.0
-        found = {
+        values = {
             "utilisation": (100 * self.leased_mb_seconds / whole, "%"),
             "fragmentation": (100 * self.stranded_mb_seconds / (self.free_mb_seconds or 1.0), "% of free"),
             "preemptions": (float(self.preemptions), ""),
@@ -89,12 +89,12 @@ class Outcome:
         for name in (*(name for name, _, _ in BANDS), "batch, 8 GPUs"):
             waits = self.waits.get(name)
             if waits:
-                found[f"wait.{name}.mean"] = (mean(waits), "s")
-                found[f"wait.{name}.p90"] = (percentile(waits, 90), "s")
+                values[f"wait.{name}.mean"] = (mean(waits), "s")
+                values[f"wait.{name}.p90"] = (percentile(waits, 90), "s")
         held = sum(self.tenants.values())
         for tenant in sorted(self.tenants) if len(self.tenants) > 1 else ():
-            found[f"share.{tenant}"] = (100 * self.tenants[tenant] / held, "% of use")
-        return found
+            values[f"share.{tenant}"] = (100 * self.tenants[tenant] / held, "% of use")
+        return values
 
 
 @dataclass
@@ -104,11 +104,11 @@ class Run:
     ranks: set[int] = field(default_factory=set)
     """The ranks whose process is running or starting."""
     began: float | None = None
-    """The start of its work; for a gang, when all ranks were ready."""
+    """The time at which its work started; for a gang, the time at which all ranks were ready."""
 
 
 class Replay:
-    """Replays a workload under a policy. Every task has to fit, or `run` raises RuntimeError."""
+    """Replays a workload under a policy. Every task has to fit; otherwise `run` raises RuntimeError."""
 
     def __init__(self, workload: Workload, policy: Policy) -> None:
         self._policy = replace(policy, sample_period_seconds=FOREVER)
@@ -138,7 +138,8 @@ class Replay:
             self._at(job.task.submitted_at, self._submission_of(job))
 
     def run(self, report: Callable[[str], None] = lambda _: None) -> Outcome:
-        """`report` gets the progress after each tenth of the submit times."""
+        """Run the replay and return its outcome. `report` gets the progress after each tenth of the submit
+        times."""
         reported, span = 0, float(self._last_submit - self._first_submit) or 1.0
         while self._timers:
             tenths = min(10, int(10 * (self._timers[0][0] - self._first_submit) / span))
@@ -175,7 +176,7 @@ class Replay:
                 self._at(moment, lambda: None)
 
     def _turn(self) -> None:
-        """One cycle of the leader."""
+        """Run one cycle of the leader."""
         reports, self._reports = self._reports, []
         self._commit(
             learn(self.world, apply_reports(self.world, reports, self._now, self._policy), self._now)
@@ -236,7 +237,7 @@ class Replay:
                 pass
 
     def _start(self, run: Run, order: StartOrder) -> None:
-        """The process has started; ranks of a gang wait for each other."""
+        """Note that the process of a rank has started. Ranks of a gang wait for each other."""
         if order.rank in run.ranks:
             self._reports.append(Started(order.task, run.fence, self._now, 1, order.rank))
             if order.barrier:
@@ -254,12 +255,13 @@ class Replay:
             self._end(run, rank, Ending.SUCCEEDED)
 
     def _stop(self, run: Run, rank: int) -> None:
-        """Notice to stop; the ranks of a gang get it together."""
+        """Give the run notice to stop; the ranks of a gang get it together."""
         takes = CHECKPOINT_SECONDS if run.job.checkpoints else 0.0
         self._at(self._now + takes, lambda: self._end(run, rank, Ending.STOPPED))
 
     def _end(self, run: Run, rank: int, ending: Ending) -> None:
-        """Ignored if the rank has ended already. When the last rank has stopped, lost work is counted."""
+        """Note the end of a rank, unless it has ended already. When the last rank has stopped, lost work is
+        counted."""
         if rank not in run.ranks:
             return
         run.ranks.remove(rank)
@@ -274,7 +276,7 @@ class Replay:
                 self.outcome.lost_gpu_seconds += done * _gpus(task.demand)
 
     def _advance_to(self, moment: float) -> None:
-        """Add up memory × time since the last call; means count only until the last submit."""
+        """Add memory × time since the last call to the sums. Means count only until the last submit."""
         elapsed = moment - self._measured_at
         for tenant in self.world.accounts:
             self.outcome.tenants[tenant] += elapsed * self.world.accounts.held_mb(tenant)

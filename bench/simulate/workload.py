@@ -21,12 +21,13 @@ GIB = 1024
 GPUS_PER_NODE = 8
 GPU_MB = 80 * GIB
 TRACE_GPU_MB = 32 * GIB
-"""The traces give shares of a GPU; this is the memory of a whole one."""
+"""The memory of a whole GPU, since the traces give shares of a GPU."""
 CLUSTER = "simulated"
 
 
 class Job(Struct, frozen=True):
-    """A task that runs `seconds` if it is not preempted; one that checkpoints then loses no job."""
+    """A task that runs `seconds` if it is not preempted. If it checkpoints, a preemption loses none of its
+    work."""
 
     task: Task
     seconds: float
@@ -38,11 +39,11 @@ class Workload(Struct, frozen=True):
     nodes: Sequence[Node]
     devices: Sequence[Device]
     jobs: Sequence[Job]
-    """In order of submission."""
+    """The jobs in order of submission."""
 
     @property
     def seconds(self) -> float:
-        """From the first submit to the last."""
+        """The seconds from the first submit to the last."""
         return self.jobs[-1].task.submitted_at - self.jobs[0].task.submitted_at if self.jobs else 0.0
 
 
@@ -73,11 +74,11 @@ class Kind(NamedTuple):
     priorities: tuple[int, ...]
     gpus: tuple[int, ...]
     gib: tuple[int, ...]
-    """GiB on each GPU."""
+    """The GiB on each GPU, of which one is drawn."""
     minutes: tuple[float, float]
     checkpoints: bool = False
     by_day: bool = False
-    """Submitted during jobing hours, most of it after noon."""
+    """True for jobs that are submitted during working hours, most of them after noon."""
 
 
 KINDS = (
@@ -90,29 +91,30 @@ KINDS = (
 
 
 def a_day(seed: int, hours: float, gpus: int, load: float, stated: float = 0.0) -> Workload:
-    """Training and sweeps around the clock, notebooks by day, evaluations now and then, idle fill.
+    """Return a day of training and sweeps around the clock, notebooks by day, evaluations now and then, idle
+    fill.
 
     Jobs are drawn until they request `load` times the GPU memory × time of the cluster. A share of `stated`
     (0 to 1) of them states its run time, up to a third too long.
     """
     chance, statements = Random(f"{seed}/day"), Random(f"{seed}/stated")
-    made = [
+    nodes = [
         a_node(f"n{i:03}", GPUS_PER_NODE, 128.0, 1024 * GIB, "H100", GPU_MB)
         for i in range(max(1, gpus // GPUS_PER_NODE))
     ]
-    devices = [device for _, there in made for device in there]
-    wanted = load * hours * 3600.0 * sum(device.allocatable_mb for device in devices)
+    devices = [device for _, of_node in nodes for device in of_node]
+    missing_mb_seconds = load * hours * 3600.0 * sum(device.allocatable_mb for device in devices)
     jobs: list[Job] = []
-    while wanted > 0:
+    while missing_mb_seconds > 0:
         job = _random_job(chance, hours, len(jobs))
         demand = job.task.demand
-        wanted -= job.seconds * demand.gpus * (demand.gpu_mb or 0)
+        missing_mb_seconds -= job.seconds * demand.gpus * (demand.gpu_mb or 0)
         if statements.random() < stated:
             expected = Seconds(job.seconds * statements.uniform(1.0, 1.33))
             job = replace(job, task=replace(job.task, expected_seconds=expected))
         jobs.append(job)
     jobs.sort(key=lambda job: job.task.submitted_at)
-    return Workload(f"day{seed}", [node for node, _ in made], devices, jobs)
+    return Workload(f"day{seed}", [node for node, _ in nodes], devices, jobs)
 
 
 def _random_job(chance: Random, hours: float, number: int) -> Job:
@@ -131,11 +133,11 @@ def _random_job(chance: Random, hours: float, number: int) -> Job:
 
 
 class NoTrace(SystemExit):
-    """The text names the traces that there are."""
+    """The data has no such trace; the text names the traces that exist."""
 
 
 def an_openb_day(data: Path, nodes: int, trace: str = "default") -> Workload:
-    """The tasks of a trace with their real submit times and run times; GPU kinds are ignored.
+    """Return the tasks of a trace with their real submit times and run times; GPU kinds are ignored.
 
     The tasks used a small part of their cluster, so only its largest nodes are taken, and only tasks that fit
     on one of them. Priorities follow the trace's classes of service: latency-sensitive 70, guaranteed 60,
@@ -146,7 +148,7 @@ def an_openb_day(data: Path, nodes: int, trace: str = "default") -> Workload:
         raise NoTrace(f"no trace {trace!r} in {data}; traces: {traces}")
     machines = sorted(read_machines(data), key=lambda m: (-m.gpus, -m.cpu_milli, m.name))[:nodes]
     made = [a_node(m.name, m.gpus, m.cpu_milli / 1000, m.memory_mb, m.kind, TRACE_GPU_MB) for m in machines]
-    there, devices = [node for node, _ in made], [device for _, of_node in made for device in of_node]
+    nodes_only, devices = [node for node, _ in made], [device for _, of_node in made for device in of_node]
     priorities = {"LS": 70, "Guaranteed": 60, "Burstable": 50, "BE": 20}
     jobs = []
     with open(data / TASKS.format(trace), newline="") as file:
@@ -161,11 +163,11 @@ def an_openb_day(data: Path, nodes: int, trace: str = "default") -> Workload:
                 cpu=int(row["cpu_milli"]) / 1000,
                 memory_mb=Mib(int(row["memory_mib"])),
             )
-            came = float(row["creation_time"])
+            submitted_at = float(row["creation_time"])
             ran = float(row["deletion_time"]) - float(row["scheduled_time"] or row["creation_time"])
             priority = priorities.get(row["qos"], 50)
-            task = Task(TaskId(row["name"]), "trace", row["qos"], priority, demand, Instant(came))
-            if check(demand, devices, there, Policy()) is None:
+            task = Task(TaskId(row["name"]), "trace", row["qos"], priority, demand, Instant(submitted_at))
+            if check(demand, devices, nodes_only, Policy()) is None:
                 jobs.append(Job(task, max(1.0, ran)))
     jobs.sort(key=lambda job: (job.task.submitted_at, job.task.id))
-    return Workload(f"openb-{trace}", there, devices, jobs)
+    return Workload(f"openb-{trace}", nodes_only, devices, jobs)

@@ -33,7 +33,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Raises ValueError for anything but whole numbers from 2 on."""
+    """Return the numbers in a text. Raises ValueError for anything but whole numbers from 2 on."""
     parts = tuple(int(part) for part in text.split(","))
     if min(parts) < 2:
         raise ValueError(f"models are whole numbers from 2 on, not {text!r}")
@@ -53,7 +53,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def values_of(outcome: Outcome) -> dict[str, tuple[float, str]]:
-    """Metric -> (value, unit)."""
+    """Return metric -> (value, unit)."""
     return {
         "per_s": (outcome.per_second, "answers/s"),
         "p50_s": (percentile(outcome.waits, 50), "s"),
@@ -64,7 +64,7 @@ def values_of(outcome: Outcome) -> dict[str, tuple[float, str]]:
 
 
 def figures(prefix: str, outcome: Outcome, baseline: Outcome) -> Iterator[Figure]:
-    """The baseline is llama-swap's rule."""
+    """Yield the figures, with those of llama-swap's rule as the baseline."""
     against = values_of(baseline)
     for name, (value, unit) in values_of(outcome).items():
         base = against[name][0]
@@ -73,7 +73,7 @@ def figures(prefix: str, outcome: Outcome, baseline: Outcome) -> Iterator[Figure
 
 
 def show(title: str, found: dict[str, Outcome]) -> None:
-    """The same as a table on stderr."""
+    """Print the results as a table on stderr."""
     report(
         f"\n{title}\n  {'':<14}{'answers/s':>11}{'p50 wait s':>12}{'p99 wait s':>12}{'lane s':>9}{'loads':>8}"
     )

@@ -6,9 +6,9 @@ from random import Random
 from typing import NamedTuple
 
 BURST_REQUESTS = 20
-"""Of one burst, on average."""
+"""The mean number of requests of one burst."""
 BURST_SECONDS = 0.05
-"""Between two requests of a burst, on average."""
+"""The mean seconds between two requests of a burst."""
 
 
 class Ask(NamedTuple):
@@ -17,7 +17,7 @@ class Ask(NamedTuple):
 
 
 def at_random(models: Sequence[str], per_second: float, chance: Random) -> Iterator[Ask]:
-    """Independent requests, each for any of the models. Without end."""
+    """Yield independent requests, each for any of the models, without end."""
     now = 0.0
     while True:
         now += chance.expovariate(per_second)
@@ -25,7 +25,7 @@ def at_random(models: Sequence[str], per_second: float, chance: Random) -> Itera
 
 
 def in_bursts(models: Sequence[str], per_second: float, chance: Random) -> Iterator[Ask]:
-    """As many requests in all, in bursts that do not overlap. Without end."""
+    """Yield requests at the same mean rate in bursts that do not overlap, without end."""
     pause_seconds = BURST_REQUESTS / per_second - BURST_REQUESTS * BURST_SECONDS
     now = 0.0
     while True:
@@ -42,6 +42,6 @@ ARRIVALS: Mapping[str, Arrivals] = {"random": at_random, "bursty": in_bursts}
 
 
 def asks_of(arrivals: str, models: Sequence[str], per_second: float, seconds: float, seed: int) -> list[Ask]:
-    """Those of the first `seconds`."""
+    """Return the requests of the first `seconds`."""
     endless = ARRIVALS[arrivals](models, per_second, Random(seed))
     return list(takewhile(lambda ask: ask.at < seconds, endless))

@@ -14,14 +14,14 @@ from bench.turns.arrivals import Ask
 class Costs(NamedTuple):
     load_seconds: float
     unload_seconds: float
-    """After the last answer."""
+    """The seconds of an unload after the model's last answer."""
     answer_seconds: float
     slots: int
-    """How many requests a model answers at once."""
+    """The number of requests that a model answers at once."""
 
 
 class Swap(NamedTuple):
-    """Load a model, or have it leave: it gets no more requests, and is unloaded after its last answer."""
+    """Loads a model, or makes it leave: it gets no more requests and is unloaded after its last answer."""
 
     model: str
     loads: bool
@@ -29,21 +29,22 @@ class Swap(NamedTuple):
 
 @dataclass
 class Lanes:
-    """What a rule may see."""
+    """The state that a rule may see."""
 
     waiting: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))
-    """Model -> when each of its requests came that was not sent yet."""
+    """Model -> the arrival time of each of its requests that has not been sent yet."""
     under_way: Counter[str] = field(default_factory=Counter)
     asked_at: dict[str, float] = field(default_factory=dict)
-    """The last request for each model."""
+    """Model -> the time of its last request."""
     resident: str = ""
     is_busy: bool = False
-    """A model is being loaded, or is to leave."""
+    """True while a model is being loaded or has to leave."""
 
     def longest_waiting(self, without: str = "") -> str:
-        """The model whose oldest request came first; empty if none waits."""
-        found = [(asked[0], model) for model, asked in self.waiting.items() if asked and model != without]
-        return min(found)[1] if found else ""
+        """Return the model whose oldest request came first, other than `without`; empty if no request
+        waits."""
+        oldest = [(times[0], model) for model, times in self.waiting.items() if times and model != without]
+        return min(oldest)[1] if oldest else ""
 
     def in_use(self) -> frozenset[str]:
         models = {*self.waiting, *self.under_way}
@@ -54,30 +55,30 @@ class Rule(Protocol):
     """Decides which model is in memory."""
 
     keeps_order: bool
-    """A request is sent only when all earlier ones were."""
+    """True if a request is sent only after all earlier ones were sent."""
 
     def decide(self, lanes: Lanes, now: float) -> Sequence[Swap]:
-        """Called after every event."""
+        """Return the swaps to make now. Called after every event."""
         ...
 
     def next_at(self, lanes: Lanes, now: float) -> float:
-        """When to call it again though nothing has happened; may be infinite."""
+        """Return when to call `decide` again even if nothing has happened; may be infinite."""
         ...
 
     def on_swapped(self, swap: Swap, now: float) -> None:
-        """The model is ready, or its memory is free."""
+        """Note that the model of a swap is ready, or that its memory is free."""
         ...
 
 
 @dataclass
 class Outcome:
     waits: list[float] = field(default_factory=list)
-    """Seconds until a request was sent to its model, one per request."""
+    """The seconds until each request was sent to its model."""
     lane_waits: list[float] = field(default_factory=list)
-    """Seconds from the first request of a lane whose model was not there until the model was."""
+    """The seconds from the first request of each lane whose model was not in memory until the model was."""
     swaps: int = 0
     seconds: float = 0.0
-    """From the first request to the last answer."""
+    """The seconds from the first request to the last answer."""
 
     @property
     def per_second(self) -> float:
@@ -96,14 +97,14 @@ class Replay:
         self._lanes = Lanes()
         self._leaving = ""
         self._missed_at: dict[str, float] = {}
-        """Models with requests that are not in memory, and since when."""
+        """Model that has requests and is not in memory -> the time since when."""
         self._began_at = asks[0].at
         self.outcome = Outcome()
         for ask in asks:
             self._at(ask.at, self._arrival_of(ask))
 
     def run(self) -> Outcome:
-        """Until every request is answered."""
+        """Run until every request is answered."""
         while self._timers:
             self._now, _, act = heappop(self._timers)
             act()

@@ -32,11 +32,12 @@ from msgspec.structs import replace
 from bench.turns.replay import Lanes, Rule, Swap
 
 LOOK_SECONDS = 0.1
-"""How often the service asks what is in use while models wait; here it plans as often."""
+"""The seconds between two looks of the service at the models in use while others wait. Here it plans as
+often."""
 PRIORITY = 70
 MODEL_MB = Mib(18 * 1024)
 WANTED_SECONDS = 300.0
-"""The service's default."""
+"""The seconds for which a model is wanted after a request, as the service sets by default."""
 FOREVER = Seconds(1e12)
 
 SERVER = "main"
@@ -46,7 +47,7 @@ JUST_AFTER_SECONDS = 1e-6
 
 
 class InOrder:
-    """llama-swap: requests are answered in the order in which they came, so every change of model is a
+    """llama-swap's rule: requests are answered in the order in which they came, so every change of model is a
     swap."""
 
     keeps_order = True
@@ -61,11 +62,12 @@ class InOrder:
         return inf
 
     def on_swapped(self, swap: Swap, now: float) -> None:
-        """It sees that in the lanes."""
+        """Do nothing: this rule sees the swap in the lanes."""
 
 
 class WhileWanted:
-    """A model stays until it was not asked for `wanted_seconds`; then the one that waits longest comes."""
+    """Keeps a model until it was not requested for `wanted_seconds`; then loads the model that has waited
+    longest."""
 
     keeps_order = False
 
@@ -81,11 +83,11 @@ class WhileWanted:
         return lanes.asked_at[lanes.resident] + WANTED_SECONDS if lanes.resident else inf
 
     def on_swapped(self, swap: Swap, now: float) -> None:
-        """It sees that in the lanes."""
+        """Do nothing: this rule sees the swap in the lanes."""
 
 
 class Gpubroker:
-    """What the service's core decides."""
+    """The rule of the service's core."""
 
     keeps_order = False
 
@@ -131,7 +133,7 @@ class Gpubroker:
         self._measure(now + JUST_AFTER_SECONDS)
 
     def _want(self, model: str, now: Instant) -> None:
-        """As a gateway does for a request that waits or is sent."""
+        """Want the model as a gateway does for a request that waits or is sent."""
         task = self.world.models.of(ModelKey(SERVER, model))
         if task is None:
             terms = Model(SERVER, model, Seconds(WANTED_SECONDS), PRIORITY, now, sized=True)

@@ -29,7 +29,8 @@ class AdminApi(Operations):
         ranks: Sequence[int] = (),
         devices: Sequence[str] = (),
     ) -> Steps[Released]:
-        """State that a quarantined holder is gone, or only these attempts, ranks and device UUIDs of it.
+        """State that the holder of quarantined memory is gone, or only the given attempts, ranks and device
+        UUIDs of it.
 
         The service does not check the statement; it records the token's name and the reason. Raises Refused
         (`nothing-quarantined`, `still-in-use`).
@@ -41,7 +42,8 @@ class AdminApi(Operations):
 
     @operation
     def resume(self, reason: str) -> Steps[Detection]:
-        """State that the nodes which fell silent together are lost. Raises Refused (`nothing-paused`)."""
+        """State that the nodes which fell silent together are lost, so that their tasks start elsewhere.
+        Raises Refused (`nothing-paused`)."""
         answer = yield from self._ask_once("POST", "/detection/resume", {"reason": reason})
         return decode(Detection, answer.json())
 
@@ -49,14 +51,15 @@ class AdminApi(Operations):
     def pause_queue(
         self, *, tenant: str | None = None, stream: str | None = None, reason: str = ""
     ) -> Steps[Queue]:
-        """Let nothing of a tenant, or of a work stream, start; what runs goes on. Give one of the two."""
+        """Pause a tenant or a work stream: none of its tasks start, and running ones go on. Give one of the
+        two."""
         return (yield from self._change_queue("pause", tenant, stream, reason))
 
     @operation
     def resume_queue(
         self, *, tenant: str | None = None, stream: str | None = None, reason: str = ""
     ) -> Steps[Queue]:
-        """End a pause."""
+        """End the pause of a tenant or of a work stream. Give one of the two."""
         return (yield from self._change_queue("resume", tenant, stream, reason))
 
     def _change_queue(self, verb: str, tenant: str | None, stream: str | None, reason: str) -> Steps[Queue]:
@@ -68,15 +71,15 @@ class AdminApi(Operations):
 
     @operation
     def cordon(self, node: str, reason: str = "") -> Steps[Node]:
-        """Start nothing new on the node; what runs there goes on."""
+        """Start nothing new on the node; runs there go on."""
         return (yield from self._ask_node(node, "cordon", reason=reason))
 
     @operation
     def drain(self, node: str, reason: str = "", *, deadline_seconds: float | None = None) -> Steps[Node]:
-        """Cordon the node and ask what runs there to leave, with notice and without using a retry.
+        """Cordon the node and ask the runs there to leave, with notice and without using a retry.
 
-        What is critical or protected stays until `deadline_seconds` from now; without a deadline as long as
-        it runs. `nodes()` says when the drain is done.
+        Critical and protected runs stay until `deadline_seconds` from now, or without a deadline as long as
+        they run. `nodes()` says when the drain is done.
         """
         return (yield from self._ask_node(node, "drain", reason=reason, deadline_seconds=deadline_seconds))
 
@@ -87,13 +90,13 @@ class AdminApi(Operations):
 
     @operation
     def close_gpu(self, gpu: str, reason: str = "") -> Steps[Gpu]:
-        """Start nothing new on the GPU, named by its UUID or as `node/gpu0`; what runs there goes on."""
+        """Start nothing new on the GPU, named by its UUID or as `node/gpu0`; runs there go on."""
         return (yield from self._ask_gpu(gpu, "close", reason))
 
     @operation
     def reopen_gpu(self, gpu: str, reason: str = "") -> Steps[Gpu]:
-        """Let tasks start on the GPU again, whoever has closed it. A fault that is still there closes it no
-        more; another one does."""
+        """Let tasks start on the GPU again, whoever has closed it. A fault that still exists does not close
+        the GPU again; another fault does."""
         return (yield from self._ask_gpu(gpu, "reopen", reason))
 
     def _ask_gpu(self, gpu: str, what: str, reason: str) -> Steps[Gpu]:
@@ -108,8 +111,9 @@ class AdminApi(Operations):
 
     @operation
     def clean(self, node: str, *, dry_run: bool = True) -> Steps[NodeDisk]:
-        """Delete what the node's disk guard may delete, until its disks are no fuller than they should be;
-        with `dry_run`, only say what would go. Sync commands are run in both cases."""
+        """Delete the files that the node's disk guard may delete, until its disks are no fuller than they
+        should be. With `dry_run`, only return which files would be deleted. Sync commands are run in both
+        cases."""
         path = f"/nodes/{path_part(node)}/disk/clean"
         return decode(NodeDisk, (yield from self._ask_once("POST", path, {"dry_run": dry_run})).json())
 
@@ -134,8 +138,8 @@ class AdminApi(Operations):
         max_priority: int | str | None = None,
         expires_in_seconds: float | None = None,
     ) -> Steps[NewToken]:
-        """Create a token; its secret is in `.token` of this answer and nowhere else. `new_tenant`: the
-        settings and other tokens need not name the tenant yet."""
+        """Create a token. Its secret is in `.token` of this answer and is not stored. Set `new_tenant` if
+        neither the settings nor other tokens name the tenant yet."""
         body = {
             "name": name,
             "scopes": list(scopes),
@@ -162,20 +166,20 @@ class AdminApi(Operations):
 
     @operation
     def secrets(self) -> Steps[tuple[Secret, ...]]:
-        """Your tenant's secrets, without their texts, which the service gives to runs only."""
+        """Return your tenant's secrets without their texts, which the service gives to runs only."""
         raw = yield from self._ask("GET", "/secrets")
         return tuple(decode(Secret, item) for item in raw["items"])
 
     @operation
     def delete_secret(self, name: str) -> Steps[None]:
-        """Tasks that name it and have not started fail at their start."""
+        """Delete a secret. Tasks that name it and have not started fail at their start."""
         yield from self._ask_once("DELETE", f"/secrets/{path_part(name)}")
 
     @operation
     def create_idle_template(
         self, name: str, task: AnySubmission, *, max_running: int, weight: int = 1
     ) -> Steps[IdleTemplate]:
-        """Have tasks like this one submitted as long as devices are idle, one for each, at the lowest
+        """Submit tasks like this one as long as devices are idle, one for each device, at the lowest
         priority. Raises Refused (`idle-template-exists`)."""
         about = {"name": name, "max_running": max_running, "weight": weight}
         body = {**about, "task": json.loads(body_of(task))}
@@ -183,13 +187,13 @@ class AdminApi(Operations):
 
     @operation
     def idle_templates(self) -> Steps[tuple[IdleTemplate, ...]]:
-        """Your tenant's idle templates, or all with the scope admin."""
+        """Return your tenant's idle templates, or all with the scope admin."""
         raw = yield from self._ask("GET", "/idle-templates")
         return tuple(decode(IdleTemplate, item) for item in raw["items"])
 
     @operation
     def delete_idle_template(self, name: str) -> Steps[None]:
-        """Delete an idle template. No more tasks of it are submitted; those that run go on."""
+        """Delete an idle template. No more tasks of it are submitted; running ones go on."""
         yield from self._ask_once("DELETE", f"/idle-templates/{path_part(name)}")
 
     @operation

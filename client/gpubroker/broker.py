@@ -1,4 +1,5 @@
-"""The SDK: `Broker` for threads, `AsyncBroker` for asyncio. Their methods come from the APIs of each room."""
+"""The SDK: `Broker` for threads and `AsyncBroker` for asyncio. Their methods come from the API classes of the
+packages."""
 
 from typing import TYPE_CHECKING, Unpack
 
@@ -29,7 +30,8 @@ class Broker(
     """
 
     def lease(self, *, timeout_seconds: float | None = None, **options: Unpack[LeaseOptions]) -> "HeldLease":
-        """GPU memory for this program, or for one that it starts; held and renewed inside the block.
+        """Lease GPU memory for this program, or for one that it starts; the lease is held and renewed inside
+        the block.
 
             with broker.lease(gpu_mb=20 * 1024, ttl_seconds=60) as lease:
                 server = subprocess.Popen(command, env=os.environ | lease.environment)
@@ -49,7 +51,7 @@ class Broker(
 class AsyncBroker(
     AsyncHttp, OutputApi, ArrayApi, WorkerSetApi, LeaseApi, ModelApi, ClusterApi, StreamApi, AdminApi
 ):
-    """`Broker` for asyncio: same arguments, same methods, same exceptions. Close it, or use `async with`.
+    """`Broker` for asyncio, with the same arguments, methods and exceptions. Close it, or use `async with`.
 
     `list`, `events`, `leases`, `logs`, `objects`, `download`, `map`, `array_items`, `array_progress` and
     `infer_stream` are asynchronous iterators; everything else is awaited.
@@ -58,7 +60,7 @@ class AsyncBroker(
     def lease(
         self, *, timeout_seconds: float | None = None, **options: Unpack[LeaseOptions]
     ) -> "AsyncHeldLease":
-        """`async with broker.lease(...) as lease:`, otherwise like `Broker.lease`."""
+        """Lease GPU memory as `Broker.lease` does, with `async with broker.lease(...) as lease:`."""
         from gpubroker.leases.held_lease import AsyncHeldLease
 
         return AsyncHeldLease(self._retry_seconds, self._carry_out, options, timeout_seconds)

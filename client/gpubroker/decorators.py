@@ -26,12 +26,12 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class TaskFunction(Protocol[P, R_co]):
-    """The function itself, and how to submit it."""
+    """A function that can be called, and submitted as a task."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> "Task":
-        """Queue a run of it with these arguments, at the service that `Broker()` finds."""
+        """Queue a run of the function with these arguments, at the service that `Broker()` finds."""
 
 
 @overload
@@ -84,7 +84,11 @@ def inference(
             def process_outputs(outputs):
                 return labels[outputs["probabilities"].argmax()]
 
-            return {"inputs": {"image": pixels_of(path)}, "process_outputs": process_outputs}
+    The function returns a dict with `inputs`, arrays by name, and optionally `process_outputs`. That function
+    is called here with the outputs by name, and the caller gets what it returns; without it, the caller gets
+    the outputs. Functions with `async def` are awaited, `process_outputs` too. Without a `broker`, the
+    service that `Broker()` finds is asked. The options are those of `Broker.infer`. Raises what
+    `Broker.infer` raises, and WrongArgument if the function returns something else.
 
         classify("cat.png")
 
@@ -145,7 +149,8 @@ class _Request(NamedTuple):
 
 
 def _request_of(function: Callable[..., Any], returned: Any) -> _Request:
-    """Return the request that a function has returned, in full form. Raises WrongArgument."""
+    """Return the request that a function has returned, with all its fields. Raises WrongArgument if it is no
+    request."""
     if isinstance(returned, Mapping) and "inputs" in returned and returned.keys() <= {*_Request._fields}:
         return _Request(**returned)
     found = f"the keys {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else repr(returned)
@@ -163,7 +168,7 @@ def _default_broker() -> "Broker":
 
 
 _async_brokers: "WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncBroker]" = WeakKeyDictionary()
-"""One broker per event loop, which owns its connections."""
+"""One broker for each event loop, because connections belong to a loop."""
 
 
 def _default_async_broker() -> "AsyncBroker":

@@ -1,11 +1,11 @@
-"""The exceptions of the SDK: one for each thing that a caller handles differently."""
+"""The exceptions of the SDK: one class for each case that a caller handles differently."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 class BrokerError(Exception):
-    """The service failed, or an error of a class below this one occurred.
+    """The service failed, or an error of a subclass occurred.
 
     `code` is the stable token of the problem (`exceeds-capacity`, `not-found`, ...); `status` the HTTP
     status, 0 without an answer; `request_id` finds the request in the service's log; `errors` lists
@@ -32,7 +32,7 @@ class BrokerError(Exception):
         self.retry_after_seconds = retry_after_seconds
 
     def __str__(self) -> str:
-        """`detail` describes the first wrong part; the others follow below it."""
+        """Return `detail`, which describes the first wrong part, and the other wrong parts below it."""
         parts = [self.detail]
         parts += [f"  {error.get('pointer', '')}: {error.get('detail', '')}" for error in self.errors[1:]]
         if self.request_id and self.status >= 500:
@@ -71,8 +71,8 @@ class CallFailed(BrokerError):
     """A call to a worker set has no result.
 
     `code` is `call-failed` if the method raised, `call-timeout` if its time was over, and `worker-lost` if
-    the worker ended with it; only of the first it is certain how far it went. The text ends with the
-    method's own traceback, if there is one.
+    the worker ended during the call. After a timeout or a lost worker it is unknown how far the method went.
+    The text ends with the method's own traceback, if there is one.
     """
 
     def __str__(self) -> str:
@@ -80,18 +80,18 @@ class CallFailed(BrokerError):
 
     @property
     def kind(self) -> str:
-        """Stable token: `exception`, `no_such_method`, ...; otherwise the code."""
+        """The stable token of the failure, such as `exception` or `no_such_method`; otherwise the code."""
         return str(self.errors[0]["code"]) if self.errors else self.code
 
     @property
     def traceback(self) -> str | None:
-        """The method's own, as text."""
+        """The traceback of the method, as text."""
         return str(self.errors[0]["detail"]) if self.errors else None
 
 
 class ItemFailed(BrokerError):
     """An item of an array has no result. `kind` and `traceback` are as those of TaskFailed; `array` is the id
-    of the array, to cancel it or to do it again."""
+    of the array, with which the array can be cancelled or retried."""
 
     def __init__(
         self, number: int, kind: str, message: str, traceback: str | None = None, *, array: str = ""
@@ -105,10 +105,9 @@ class ItemFailed(BrokerError):
 
 
 class ResultUnreadable(BrokerError):
-    """A result cannot be unpickled here, such as because a module of its type is missing. `source` is the id
-    of the task or of the array, `number` that of the item; the cause is `__cause__`. What is stored is whole:
-    `outcome` has the bytes.
-    """
+    """A result cannot be unpickled here, for example because a module of its type is missing. `source` is the
+    id of the task or of the array, `number` that of the item; the cause is `__cause__`. The stored result is
+    intact: `outcome` returns its bytes."""
 
     def __init__(self, source: str, why: BaseException, *, number: int | None = None) -> None:
         what = f"the result of {source}" if number is None else f"the result of item {number} of {source}"
@@ -127,8 +126,8 @@ class ResultUnreadable(BrokerError):
 class TaskFailed(BrokerError):
     """The task ended without a result: its code failed, or it ran out of time.
 
-    `kind` is the failure's stable token (`exception`, `timeout`, `exit`, ...); `traceback` is the task's
-    own, as text, if there is one; `log_tail` is the end of what it printed.
+    `kind` is the failure's stable token (`exception`, `timeout`, `exit`, ...); `traceback` is the traceback
+    of the task as text, if there is one; `log_tail` is the end of what the task printed.
     """
 
     ending = "failed"

@@ -15,7 +15,7 @@ REPORTS_VARIABLE = "GPUBROKER_REPORTS"
 RUN_VERBS = ("progress", "checkpoint", "complete")
 
 _ROUNDING = 0.01
-"""A fraction may be so far outside 0..1, because sums of steps are seldom exact."""
+"""The amount by which a fraction may lie outside 0..1, because sums of steps are seldom exact."""
 
 _FORMS = "progress FRACTION [MESSAGE], checkpoint [URI] or complete"
 
@@ -31,14 +31,14 @@ class Checkpoint(NamedTuple):
 
 
 class Complete(NamedTuple):
-    """The work of the run is done, however the command ends after a stop notice."""
+    """States that the work of the run is done, however the command ends after a stop notice."""
 
 
 Said = Progress | Checkpoint | Complete
 
 
 def read_line(line: str) -> Said:
-    """Return what a line says. Raises ValueError if it says nothing known."""
+    """Return the report that a line holds. Raises ValueError if the line is no known report."""
     verb, _, rest = line.strip().partition(" ")
     rest = rest.strip()
     match verb:
@@ -57,7 +57,7 @@ def read_line(line: str) -> Said:
 
 
 def share_of(fraction: float) -> float:
-    """Return the fraction, rounded into 0..1. Raises ValueError if it is further outside."""
+    """Return the fraction, rounded into 0..1. Raises ValueError if it lies outside by more than rounding."""
     share = min(1.0, max(0.0, fraction))
     if abs(fraction - share) < _ROUNDING:
         return share
@@ -65,9 +65,10 @@ def share_of(fraction: float) -> float:
 
 
 def line_of(verb: str, *words: str) -> str:
-    """Return the line by which a command says this. Raises ValueError if it would say nothing known.
+    """Return the line with which a command makes this report. Raises ValueError if the report is unknown.
 
-    A place that is a file here is named in full: its reader may be in another directory.
+    A place that is a file on this machine is written as an absolute path, because the reader may work in
+    another directory.
     """
     if verb == "checkpoint" and words and ":" not in words[0] and os.path.exists(words[0]):
         words = (os.path.abspath(words[0]), *words[1:])
@@ -79,8 +80,8 @@ def line_of(verb: str, *words: str) -> str:
 
 
 def report(verb: str, *words: str) -> None:
-    """Write the line for the run to read. Raises WrongArgument outside of a command's run, and for what is
-    no report."""
+    """Write a report for the process of the run to read. Raises WrongArgument outside of a command's run, and
+    for an invalid report."""
     try:
         line = line_of(verb, *words)
     except ValueError as fault:

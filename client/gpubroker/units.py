@@ -1,4 +1,5 @@
-"""Sizes and durations as people write them: `18GiB`, `1h30m`. Each raises ValueError with what to write."""
+"""Sizes and durations as people write them: `18GiB`, `1h30m`. Each function raises ValueError that says what
+to write."""
 
 import math
 import re
@@ -11,13 +12,13 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def size_bytes(text: str, plain: int) -> float:
-    """Return `18GiB`, `18g`, `512MiB` or `80GB` in bytes; a number without a unit counts `plain` bytes
-    each."""
-    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]*)\s*", text)
-    unit = found[2].lower() if found else ""
-    if found is None or (unit and unit not in _BYTES):
+    """Return `18GiB`, `18g`, `512MiB` or `80GB` in bytes. A number without a unit is multiplied by `plain`
+    bytes."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]*)\s*", text)
+    unit = match[2].lower() if match else ""
+    if match is None or (unit and unit not in _BYTES):
         raise ValueError(f"invalid size {text!r}: write 18GiB, 512MiB or {18432 * 2**20 // plain}")
-    return float(found[1]) * (_BYTES[unit] if unit else plain)
+    return float(match[1]) * (_BYTES[unit] if unit else plain)
 
 
 def is_unit(word: str) -> bool:

@@ -1,4 +1,4 @@
-"""The user of this process and the user's directories, of whom the system may know neither name nor home."""
+"""The user of this process and the user's directories. The system may know neither the name nor the home."""
 
 import os
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def home_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def expanded(path: Path) -> Path:
-    """Return the path with its `~` replaced. Raises ValueError if there is no such home directory."""
+    """Return the path with its `~` replaced. Raises ValueError if the home directory is unknown."""
     try:
         return path.expanduser()
     except RuntimeError:
@@ -35,7 +35,7 @@ def expanded(path: Path) -> Path:
 
 
 def user_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the user's name; `uid NUMBER` if neither the environment nor the system says one."""
+    """Return the user's name, or `uid NUMBER` if neither the environment nor the system knows the name."""
     for variable in ("LOGNAME", "USER"):
         if name := environ.get(variable):
             return name

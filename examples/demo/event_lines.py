@@ -24,7 +24,7 @@ class EventLines:
         self._lines.append(f"{time.monotonic() - self._began:6.1f}s  {line}")
 
     def new_lines(self) -> list[str]:
-        """The lines since the last call."""
+        """Return the lines of events since the last call."""
         lines, self._lines = self._lines, []
         return lines
 
@@ -41,7 +41,7 @@ class EventLines:
             self._waits[task.id] = reason
 
     def first(self, kind: str, name: str) -> Event | None:
-        """The first event of this kind about the task with this name."""
+        """Return the first event of this kind about the task with this name; None if there is none."""
         return self._first.get((kind, name))
 
     def _line(self, event: Event, labels: dict[str, str]) -> str | None:
@@ -76,7 +76,7 @@ class EventLines:
         return message
 
     def _subject(self, event: Event) -> str:
-        """The id of the task that an event is about; for leases and pledges it is in the key."""
+        """Return the id of the task that an event is about. Leases and pledges have it in their key."""
         match event.kind.partition(".")[0], event.key.split(":"):
             case "lease", [_, holder, *_]:
                 return holder

@@ -27,7 +27,7 @@ class Screen(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """What is printed at the end, for people and for programs."""
+    """The text that is printed at the end, for people and for programs."""
 
     accuracy: dict[str, float]
     reference: dict[str, float]
@@ -65,7 +65,8 @@ class Scenario:
         return all(task.checkpoint_at and task.state is TaskState.RUNNING for task in self._tasks.values())
 
     def _until(self, reached: Callable[[], bool], what: str) -> None:
-        """Poll and show until it is so. Raises Unexpected if it takes a minute, or if a task fails."""
+        """Poll and show the state until `reached` returns True. Raises Unexpected if it takes a minute, or if
+        a task fails."""
         give_up_at = time.monotonic() + _PHASE_SECONDS
         while True:
             self._poll()
@@ -89,7 +90,7 @@ class Scenario:
         self._screen.show(self._gpus, tasks, self._lines.new_lines())
 
     def _checked(self, reference: dict[str, float]) -> Result:
-        """Compare with what is expected. Raises Unexpected."""
+        """Compare the results with the expected ones. Raises Unexpected if they differ."""
         results = {name: self._broker.result(task) for name, task in self._tasks.items()}
         victims = {name: task.preemptions for name, task in self._tasks.items() if task.preemptions}
         require(bool(victims), "nothing was preempted, though the critical task did not fit")

@@ -34,7 +34,7 @@ class PlainScreen:
 
 
 class LiveScreen:
-    """GPU memory, the queue and the newest lines. The last screen stays on the terminal."""
+    """A screen with GPU memory, the queue and the newest lines. The last one stays on the terminal."""
 
     def __init__(self, console: Console) -> None:
         self._lines: deque[str] = deque(maxlen=_LINES_SHOWN)

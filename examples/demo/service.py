@@ -59,7 +59,8 @@ def adopt_orphans() -> None:
 
 
 def _start(data_dir: Path, log: Path) -> subprocess.Popen[bytes]:
-    """In its own session: Ctrl-C only reaches the demo, which then shuts the service down."""
+    """Start the service in its own session: Ctrl-C only reaches the demo, which then shuts the service
+    down."""
     gpubroker = Path(sys.executable).with_name("gpubroker")
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -93,7 +94,7 @@ def _connected(child: subprocess.Popen[bytes], data_dir: Path, log: Path) -> Ite
 
 
 def _left_after(seconds: float) -> list[str]:
-    """The descendants that are still alive after that time, as `pid name`."""
+    """Return the descendants that are still alive after `seconds`, as `pid name`."""
     give_up_at = time.monotonic() + seconds
     while (alive := _alive()) and time.monotonic() < give_up_at:
         time.sleep(0.05)
@@ -101,7 +102,7 @@ def _left_after(seconds: float) -> list[str]:
 
 
 def _end_all() -> None:
-    """Terminate, then kill, all descendants that the shutdown left."""
+    """Terminate, then kill, all descendants that the shutdown left behind."""
     for sign, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         for process in _alive():
             try:
@@ -113,9 +114,9 @@ def _end_all() -> None:
 
 
 def _alive() -> list[psutil.Process]:
-    """The descendants, without those that have ended."""
-    found = psutil.Process().children(recursive=True)
-    _, alive = psutil.wait_procs(found, timeout=0)
+    """Return the descendants that have not ended."""
+    descendants = psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs(descendants, timeout=0)
     return list(alive)
 
 

@@ -48,13 +48,14 @@ TRAININGS = (
     _training("train-medium", seed=2, hidden=48, gpu_gib=14),
     _training("train-small", seed=3, hidden=32, gpu_gib=10),
 )
-"""They take 44 of the 48 GiB of two GPUs: the evaluation's 18 GiB do not fit beside them."""
+"""The trainings of the demo. They take 44 of the 48 GiB of two GPUs, so the evaluation's 18 GiB do not fit
+beside them."""
 
 EVALUATION = Work("evaluate-release", "examples.digits:evaluate", {"folds": 5}, 18 * _GIB, "critical")
 
 
 class Reference:
-    """The same work in a process of its own, without a broker."""
+    """Does the work of the trainings in a process of its own, without a broker."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -65,7 +66,7 @@ class Reference:
         )
 
     def accuracies(self) -> dict[str, float]:
-        """Task name -> accuracy. Waits for the process."""
+        """Wait for the process and return task name -> accuracy."""
         output, _ = self._process.communicate(timeout=_REFERENCE_SECONDS)
         known: dict[str, float] = json.loads(output)
         return known

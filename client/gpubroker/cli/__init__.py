@@ -16,7 +16,7 @@ EXIT_WAIT_TIMEOUT = 5
 EXIT_REFUSED = 6
 EXIT_UNREACHABLE = 7
 EXIT_NOT_NOW = 8
-"""The task would wait, or the components do not fit."""
+"""The exit code if the task would wait, or the components do not fit."""
 EXIT_INTERRUPTED = 130
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     try:
         words = sys.argv[1:]
         if words and words[0] in RUN_VERBS and not any(word.startswith("-") for word in words):
-            # A command may report often: without the command line's libraries that takes a tenth.
+            # A command may report often; without the command line's libraries that takes a tenth of the time.
             report(*words)
             sys.exit(EXIT_OK)
         _write_what_the_terminal_lacks()
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _write_what_the_terminal_lacks() -> None:
-    """Have a terminal or pipe that is not UTF-8 get a ? for a character that it lacks."""
+    """Make a terminal or pipe that is not UTF-8 show a ? for a character that it lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
             stream.reconfigure(errors="replace")

@@ -56,10 +56,10 @@ _PLACES = {
 }
 
 _AFTER_DASHES = frozenset({"submit", "map"})
-"""Commands that run the words after `--`, and say themselves what is wrong with others."""
+"""The commands that run the words after `--`, and report themselves what is wrong with other words."""
 
 _EXTENDED = frozenset({"doctor"})
-"""Commands of which the server, where it is installed, has a version that does more."""
+"""The commands of which the server package, where it is installed, has a version that does more."""
 
 _SERVER_COMMANDS = frozenset(
     {
@@ -86,7 +86,7 @@ _OTHER_NAMES: Final = {
     "kill": "cancel", "stop": "cancel", "rm": "cancel", "scancel": "cancel",
     "leases": "lease list", "top": "gpus", "devices": "gpus", "log": "logs", "output": "logs",
 }  # fmt: skip
-"""Names of these commands in other systems."""
+"""The names of these commands in other systems."""
 
 
 _WORDS = "gpubroker.words"
@@ -109,7 +109,7 @@ def _did_you_mean(word: str, *meant: str) -> NoReturn:
 
 
 class Commands(TyperGroup):
-    """Loads a command when it, or the help, is asked for; those of other packages last."""
+    """Loads a command when it, or the help, is requested; the commands of other packages come last."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _EXTENDED and (added := self._added().get(cmd_name)):
@@ -168,10 +168,10 @@ class Commands(TyperGroup):
 
 @cache
 def command_of(name: str) -> Any:
-    """The function or the group of this name in its module."""
+    """Return the function or the group of this name in its module."""
     panel, module = _PLACES[name]
-    known, word = vars(import_module(f"gpubroker.cli.{module}")), name.replace("-", "_")
-    found = known.get(word) or known[f"{word}_"]
+    members, word = vars(import_module(f"gpubroker.cli.{module}")), name.replace("-", "_")
+    command = members.get(word) or members[f"{word}_"]
     part = typer.Typer(add_completion=False)
     part.callback()(lambda: None)
     settings: dict[str, Any] = {"name": name, "rich_help_panel": panel}
@@ -179,10 +179,10 @@ def command_of(name: str) -> Any:
         from gpubroker.cli.tasks.submit import CommandAfterDashes
 
         settings |= {"cls": CommandAfterDashes, "context_settings": {"allow_extra_args": True}}
-    if isinstance(found, typer.Typer):
-        part.add_typer(found, **settings)
+    if isinstance(command, typer.Typer):
+        part.add_typer(command, **settings)
     else:
-        part.command(**settings)(found)
+        part.command(**settings)(command)
     return get_group(part).commands[name]
 
 

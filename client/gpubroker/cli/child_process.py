@@ -11,10 +11,10 @@ from pathlib import Path
 from types import FrameType
 
 EXIT_SIGNALLED = 128
-"""Shells add it to the number of the signal that ended a command."""
+"""The number that shells add to that of the signal that ended a command, to form the exit code."""
 
 _KEY_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
-"""Ctrl-C and Ctrl-\\: a terminal also sends them to the command."""
+"""The signals of Ctrl-C and Ctrl-\\, which a terminal also sends to the command."""
 _WAKE_SECONDS = 0.5
 _SIGNALS = (*_KEY_SIGNALS, signal.SIGTERM, signal.SIGHUP)
 
@@ -37,15 +37,14 @@ except OSError as fault:
 
 
 class ChildProcess:
-    """Signals that would end this process go to the child, and this process ends after it. Before the child
-    starts, and after it ends, they end this process.
-    """
+    """Runs a child process. Signals that would end this process are passed on to the child, and this process
+    ends after it. Before the child starts, and after it ends, they end this process."""
 
     def __init__(self) -> None:
         self.has_ended = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._early: list[int] | None = None
-        """Signals received while the child is being started; None before."""
+        """The signals received while the child is being started; None before."""
 
     @contextlib.contextmanager
     def signals_passed_on(self) -> Iterator[None]:
@@ -59,7 +58,7 @@ class ChildProcess:
                 signal.signal(number, handler)
 
     def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the child. On Linux, it is killed if this process is."""
+        """Start the child. On Linux, the child is killed if this process is killed."""
         python = [sys.executable, "-I", "-S", "-c", _BIND_AND_EXEC, str(os.getpid())]
         self._early = []
         self._child = subprocess.Popen([*python, *words], env={**os.environ, **environment})  # noqa: S603
@@ -67,10 +66,11 @@ class ChildProcess:
             self._child.send_signal(number)
 
     def wait(self) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait for the end of the child and return its exit code."""
         assert self._child is not None
         threading.Thread(target=self._await_end, daemon=True).start()
-        # A signal that the kernel gives to another thread does not wake this one, which has to pass it on.
+        # The kernel may give a signal to another thread, which does not wake this one; but this one passes it
+        # on.
         while not self.has_ended.wait(_WAKE_SECONDS):
             pass
         code: int = self._child.returncode
@@ -82,7 +82,7 @@ class ChildProcess:
         self.has_ended.set()
 
     def end(self, grace_seconds: float) -> None:
-        """Send SIGTERM, and SIGKILL after that time. May be called from another thread."""
+        """Send SIGTERM to the child, and SIGKILL after `grace_seconds`. May be called from another thread."""
         assert self._child is not None
         self._child.send_signal(signal.SIGTERM)
         if not self.has_ended.wait(grace_seconds):
@@ -98,7 +98,7 @@ class ChildProcess:
 
 
 def _is_in_foreground() -> bool:
-    """Return True if a terminal sends key signals to this process, and so to the child as well."""
+    """True if a terminal sends key signals to this process, and so to the child as well."""
     try:
         with Path("/dev/tty").open("rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

@@ -116,7 +116,7 @@ def _tenants(listed: Sequence[Tenant]) -> RenderableType:
 
 
 def _overdrawn(listed: Mapping[str, Any]) -> Iterator[Text]:
-    """Yield why cohorts hold more than their guarantees."""
+    """Yield the reasons why cohorts hold more than their guarantees."""
     for cohort in listed.get("cohorts", ()):
         if cohort["message"]:
             yield Text(cohort["message"])
@@ -162,7 +162,7 @@ def _pause(pause: Paused) -> str:
 
 
 def _fragmentation(found: Fragmentation) -> Iterator[tuple[str, str]]:
-    """Yield the share of free memory that is stranded, by kind if there are several."""
+    """Yield the share of free memory that is stranded, for each kind if there are several."""
     if found.share is None:
         return
     kinds = [f"{kind.kind} {kind.share:.0%}" for kind in found.kinds if kind.share is not None]

@@ -104,7 +104,7 @@ def _drawn(found: Sequence[Finding]) -> RenderableType:
 
 
 def _paragraph(finding: Finding) -> Iterator[RenderableType]:
-    known_for = ago(finding.first_seen_at)  # empty for what is wrong with this machine
+    known_for = ago(finding.first_seen_at)  # empty for a fault of this machine
     since = f" for {known_for}" if known_for else ""
     yield Text.assemble(
         (finding.severity, _STYLES.get(finding.severity, "")), f"  {finding.kind}  {finding.subject}{since}"

@@ -32,7 +32,8 @@ _LEGEND = (
 )
 _NAME_CELLS = 24
 _WIDE = 100
-"""A narrower terminal has each fact of a GPU on a line of its own."""
+"""The width from which a terminal shows all facts of a GPU on one line; a narrower one has a line for
+each."""
 
 
 def gpus(
@@ -178,7 +179,8 @@ class Parts:
 
 
 def parts_of(gpu: Gpu) -> Parts:
-    """Foreign is what processes without a lease use, and what nothing explains."""
+    """Return the parts of a device's memory. The foreign part is what processes without a lease use, and what
+    nothing explains."""
     foreign = min(gpu.foreign_mb + gpu.unaccounted_mb, gpu.physical_mb)
     leased = min(gpu.leased_mb, gpu.physical_mb - foreign)
     used = min(leased, max(0, (gpu.used_mb or 0) - foreign))
@@ -188,7 +190,7 @@ def parts_of(gpu: Gpu) -> Parts:
 
 
 def bar(gpu: Gpu, width: int = 24) -> str:
-    """The device's memory in `width` characters, free memory before the foreign part.
+    """Return a bar of the device's memory, `width` characters long, with free memory before the foreign part.
 
     Each part that is not zero has at least one character, taken from the longest part.
     """

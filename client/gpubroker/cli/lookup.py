@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from gpubroker.wire.stats import Stats
 
 _RETRY_SECONDS = 3.0
-"""The time for which commands repeat failed requests. At a terminal, a quick error is better than a long wait
-for a service that may come back."""
+"""The seconds for which commands repeat failed requests. At a terminal, a quick error is better than a long
+wait for a service that may come back."""
 UNFINISHED_LEASES = "pending,held,stopping,quarantined"
 
 _WAYS = (
@@ -52,12 +52,12 @@ AnyTaskWords = Annotated[list[str] | None, _TASKS]
 
 
 GLOBAL_OPTIONS: dict[str, str | None] = {}
-"""`url` and `token` of this command line."""
+"""The options `url` and `token` of this command line."""
 
 
 @contextlib.contextmanager
 def connect(retry_seconds: float | None = None) -> Iterator["Broker"]:
-    """The service of the global options, otherwise found as the SDK finds it."""
+    """Yield a broker for the service of the global options, or else of the service that the SDK finds."""
     from gpubroker.broker import Broker
     from gpubroker.transport.http import check_listening
 
@@ -66,7 +66,7 @@ def connect(retry_seconds: float | None = None) -> Iterator["Broker"]:
     with Broker(url, token, retry_seconds=retry_seconds) as broker:
         _say_if_it_starts(broker)
         try:
-            check_listening(broker)  # one that is down is told at once, not retried
+            check_listening(broker)  # a service that is down is reported at once, not retried
             yield broker
         except Refused as refused:
             if refused.code == "unauthenticated":
@@ -77,7 +77,8 @@ def connect(retry_seconds: float | None = None) -> Iterator["Broker"]:
 
 
 def _say_if_it_starts(broker: "Broker") -> None:
-    """A service takes connections from the beginning of its start, and answers them at its end."""
+    """Report a service that is starting: it accepts connections from the beginning of its start, and answers
+    them only at its end."""
     path = client_file()
     if path is not None and broker.connection.source == f"from {path}":
         seconds = starting_for_seconds(path.parent)
@@ -86,8 +87,7 @@ def _say_if_it_starts(broker: "Broker") -> None:
 
 
 def _token_source(url: str, given: str | None) -> str:
-    """Return where the refused token came from. The usual mistake is the data directory of another
-    service."""
+    """Return where the refused token came from. Usually it is from the data directory of another service."""
     variable = os.environ.get(TOKEN_VARIABLE)
     source = "--token" if given else TOKEN_VARIABLE if variable else str(client_file())
     return (
@@ -97,56 +97,57 @@ def _token_source(url: str, given: str | None) -> str:
 
 
 def task_id(broker: "Broker", word: str, *, to_change: bool = False) -> str:
-    """The id of the task that a person means, as `Broker.task_id` finds it. Raises Refused.
+    """Return the id of the task that a person means, as `Broker.task_id` finds it. Raises Refused if there is
+    none, or more than one.
 
-    `last` is the task last submitted from here; without one, it shows the newest task of the service but
-    never changes it.
+    `last` is the task last submitted from this machine; without one, it shows the newest task of the service
+    but never changes it.
     """
     return _last(broker, to_change) if word == "last" else broker.task_id(word, to_change=to_change)
 
 
 def lease_id(broker: "Broker", word: str) -> str:
-    """The id of the lease that a person means, as in `task_id`; the holder is its name.
+    """Return the id of the lease that a person means, as in `task_id`; the name of a lease is its holder.
 
     Ended leases of a holder only count if it has no other.
     """
     if is_whole_id(word):
         return word
-    found = _leases_meant(broker, word)
-    if not found:
+    lease_ids = _leases_meant(broker, word)
+    if not lease_ids:
         try:
-            found = _leases_meant(broker, word, tenant="*")
+            lease_ids = _leases_meant(broker, word, tenant="*")
         except Refused as refused:
             if refused.status != HTTPStatus.FORBIDDEN:
                 raise
-    return only(found, word, f"no lease is held by {word!r}, and {no_such_id(word)}")
+    return only(lease_ids, word, f"no lease is held by {word!r}, and {no_such_id(word)}")
 
 
 def _leases_meant(broker: "Broker", word: str, **whose: Any) -> list[str]:
     if held := [lease.id for lease in broker.leases(state=UNFINISHED_LEASES, holder=word, **whose)]:
         return held
     recent = list(islice(broker.leases(**whose), TASKS_SEARCHED))
-    found = [lease.id for lease in recent if lease.holder == word or begins_as_cut(lease.holder, word)]
-    return found or [lease.id for lease in recent if matches(lease.id, word)]
+    lease_ids = [lease.id for lease in recent if lease.holder == word or begins_as_cut(lease.holder, word)]
+    return lease_ids or [lease.id for lease in recent if matches(lease.id, word)]
 
 
 def listed_name(word: str, listed: Callable[[], Iterable[str]], what: str) -> str:
-    """The name that a person means: the word, unless a list cut it short. Raises Refused if several names
-    begin as the word does."""
+    """Return the name that a person means: the word, unless a list cut it short. Raises Refused if several
+    names begin as the word does."""
     if not is_cut(word):
         return word
-    found = sorted({name for name in listed() if begins_as_cut(name, word)})
-    return only(found, word, f"no {what} begins as {word!r} does")
+    names = sorted({name for name in listed() if begins_as_cut(name, word)})
+    return only(names, word, f"no {what} begins as {word!r} does")
 
 
 def change_each(ids: Sequence[str], change: Callable[[str], None]) -> None:
-    """Change one after the other; an error names those that were not tried."""
+    """Change one task after the other; an error names those that were not tried."""
     for number, id in enumerate(ids, start=1):
         try:
             change(id)
         except BrokerError as fault:
-            if rest := ids[number:]:
-                fault.add_note(f"not tried after this error: {', '.join(rest)}")
+            if not_tried := ids[number:]:
+                fault.add_note(f"not tried after this error: {', '.join(not_tried)}")
             raise
 
 
@@ -167,7 +168,8 @@ def _last(broker: "Broker", to_change: bool) -> str:
 
 
 def remember_last(broker: "Broker", task: str) -> None:
-    """Keep the newest submitted task per service. If the file cannot be written, `last` does not work."""
+    """Store the newest submitted task per service, for the word `last`. If the file cannot be written, `last`
+    does not work."""
     path = _last_file()
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""Guesses what was meant by a command line that cannot be read."""
+"""Guess what was meant by a command line that cannot be read."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ _OTHER_OPTIONS: Final[Mapping[str, str]] = {
     "--dependency": "--after", "--begin": "--not-before", "--chdir": "--working-directory",
     "--constraint": "--on", "--nodelist": "--on", "--array": "--items", "--export": "--env",
 }  # fmt: skip
-"""Options of other systems, and the words for them here."""
+"""The options of other systems -> the words for them here."""
 _NUMBER = re.compile(r"(?:--?[\w-]+=)?(\d+(?:\.\d+)?)")
 
 
@@ -44,7 +44,7 @@ def explain(error: Any, words: Sequence[str]) -> None:
 
 
 def _meant_option(option: str, error: Any) -> str | None:
-    """Return what to write instead of an option of another system; None if the command has no such thing."""
+    """Return what to write instead of an option of another system; None if the command has no such option."""
     known = (
         {name for parameter in error.ctx.command.params for name in parameter.opts} if error.ctx else set()
     )

@@ -184,7 +184,7 @@ def _nodes(listed: Sequence[Node]) -> RenderableType:
 
 
 def _measured(node: Node) -> tuple[str, str, str]:
-    """Return how busy its CPUs are, and how full its memory and its fullest disk."""
+    """Return how busy the node's CPUs are, and how full its memory and its fullest disk are."""
     now = node.measured
     if now is None or now.stale:
         return "", "", ""

@@ -119,7 +119,8 @@ def upload(
 
 
 def _found(broker: Broker, words: Sequence[str]) -> Sequence[str]:
-    """The ids of all objects that a person means, before any is deleted; exits with 6 if one is ambiguous."""
+    """Return the ids of all objects that a person means, before any object is deleted. Exit with 6 if a word
+    is ambiguous."""
     if all(map(_WHOLE_ID.fullmatch, words)):
         return list(dict.fromkeys(words))
     known = [stored.id for stored in broker.objects()]

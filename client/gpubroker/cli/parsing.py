@@ -1,4 +1,5 @@
-"""Parse what people type: sizes, durations, times, NAME=VALUE pairs, JSON. Each raises typer.BadParameter."""
+"""Parse what people type: sizes, durations, times, NAME=VALUE pairs, JSON. The functions raise
+typer.BadParameter."""
 
 import json
 import re
@@ -22,24 +23,25 @@ def _refused() -> Iterator[None]:
 
 
 def size_mb(text: str) -> int:
-    """`18GiB`, `18g`, `512MiB`, `80GB` or a number of MiB, as MiB, rounded up."""
+    """Return `18GiB`, `18g`, `512MiB`, `80GB` or a number of MiB as MiB, rounded up."""
     with _refused():
         return units.size_mb(text)
 
 
 def gpu_size(text: str) -> int | str:
-    """A size, or `learned`."""
+    """Return a size in MiB, or the word `learned`."""
     return text if text == "learned" else size_mb(text)
 
 
 def seconds(text: str) -> float:
-    """`90`, `90s`, `15m`, `1h30m` or `2d`, as seconds."""
+    """Return `90`, `90s`, `15m`, `1h30m` or `2d` as seconds."""
     with _refused():
         return units.seconds(text)
 
 
 def time_ahead(text: str) -> datetime:
-    """A time, or a duration from now. A time without a zone is in the zone of this machine."""
+    """Return the time that a text means: a time, or a duration from now. A time without a zone is in the zone
+    of this machine."""
     return _time(text, 1, "in two hours")
 
 
@@ -64,7 +66,7 @@ def _time(text: str, direction: int, two_hours: str) -> datetime:
 
 
 def priority(text: str) -> int | str:
-    """A number, or the name of a band; the service checks the name."""
+    """Return a number, or the name of a band, which the service checks."""
     return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
 
 
@@ -76,7 +78,7 @@ def amount(text: str) -> float:
 
 
 def json_or_text(text: str) -> Any:
-    """A JSON value; other text is a string, so `-i name=resnet` needs no quotes."""
+    """Return a JSON value; other text is a string, so `-i name=resnet` needs no quotes."""
     try:
         return json.loads(text, parse_constant=_no_constant)
     except ValueError:
@@ -88,7 +90,8 @@ def _no_constant(text: str) -> None:
 
 
 def demand(text: str, option: str) -> dict[str, Any]:
-    """`count=4,gpu_mb=18GiB,custom.fpga=1` in the form of the API; several kinds: `kinds=H100/A100`."""
+    """Return `count=4,gpu_mb=18GiB,custom.fpga=1` in the form of the API; several kinds are written
+    `kinds=H100/A100`."""
     found: dict[str, Any] = {}
     for name, value in pairs(text.split(","), option).items():
         if name.startswith("custom."):
@@ -105,7 +108,7 @@ def demand(text: str, option: str) -> dict[str, Any]:
 
 
 def shapes(words: list[str], option: str) -> dict[str, list[int]]:
-    """`["image=3,224,224"]` by name."""
+    """Return the shapes in `["image=3,224,224"]` by name."""
     try:
         return {name: [*map(int, dims.split(","))] for name, dims in pairs(words, option).items()}
     except ValueError:
@@ -113,7 +116,7 @@ def shapes(words: list[str], option: str) -> dict[str, list[int]]:
 
 
 def role(text: str) -> tuple[str, dict[str, Any]]:
-    """`train:gpu_mb=40GiB,cpu=4` as a name and a demand."""
+    """Return `train:gpu_mb=40GiB,cpu=4` as a name and a demand."""
     name, colon, needs = text.partition(":")
     if not name or not colon:
         raise typer.BadParameter(
@@ -123,7 +126,7 @@ def role(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def pairs(words: list[str], option: str) -> dict[str, str]:
-    """`["a=1", "b=x=y"]` as `{"a": "1", "b": "x=y"}`."""
+    """Return `["a=1", "b=x=y"]` as `{"a": "1", "b": "x=y"}`."""
     found: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _KNOWN = ("components", "fleet", "tenant")
 _MOST_NODES = 8
 _RETRY_SECONDS = 30.0
-"""The service works on one plan at a time, for at most 10 s, and refuses others meanwhile."""
+"""The seconds for which a plan is retried: the service computes one plan at a time, for at most 10 s, and
+refuses others meanwhile."""
 
 
 def plan(
@@ -40,11 +41,11 @@ def plan(
     \b
     gpubroker plan -f fleet.yaml
     """
-    wanted = _read(file)
+    description = _read(file)
     with connect(_RETRY_SECONDS) as broker:
-        found = broker.plan(**wanted)
-        emit(output, found, _plan)
-    if not found.fits:
+        answer = broker.plan(**description)
+        emit(output, answer, _plan)
+    if not answer.fits:
         raise typer.Exit(EXIT_NOT_NOW)
 
 
@@ -52,17 +53,17 @@ def _read(file: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        wanted = yaml.safe_load(file.read_text(encoding="utf-8"))
+        description = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise typer.BadParameter(f"cannot read {file}: {error}") from None
-    if not isinstance(wanted, dict) or not isinstance(wanted.get("components"), list):
+    if not isinstance(description, dict) or not isinstance(description.get("components"), list):
         raise typer.BadParameter(
             f"{file} has no list `components`; docs/how-to/check-whether-it-fits.md shows one"
         )
-    if unknown := wanted.keys() - _KNOWN:
+    if unknown := description.keys() - _KNOWN:
         names = ", ".join(sorted(map(str, unknown)))
         raise typer.BadParameter(f"{file} has unknown keys: {names}; known keys: {', '.join(_KNOWN)}")
-    return wanted
+    return description
 
 
 def _plan(found: FleetPlan) -> RenderableType:
@@ -89,7 +90,7 @@ def _plan(found: FleetPlan) -> RenderableType:
 
 
 def _on(nodes: Counter[str]) -> str:
-    """Return how many places are on which nodes. Names only the first of many nodes."""
+    """Return the number of places on each node. Only the first of many nodes are named."""
     in_order = sorted(nodes.items(), key=lambda item: (len(item[0]), item[0]))
     named = [f"{node} ×{n}" if n > 1 else node for node, n in in_order[:_MOST_NODES]]
     more = f" and {len(nodes) - _MOST_NODES} more nodes" if len(nodes) > _MOST_NODES else ""

@@ -50,15 +50,15 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def harmless(text: str) -> str:
-    """Return the text without what a terminal would obey instead of show. A line that overwrote itself
-    becomes several."""
+    """Return the text without control sequences, which a terminal would obey instead of show. A line that
+    overwrote itself becomes several lines."""
     lines = _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
     return _CONTROL.sub("", lines)
 
 
 @dataclass(frozen=True, slots=True)
 class _Harmless:
-    """A drawing whose texts tasks may have written."""
+    """A drawing whose texts may have been written by tasks, without control sequences."""
 
     drawn: RenderableType
 
@@ -68,13 +68,14 @@ class _Harmless:
 
 
 def show(text: str, *, end: str = "\n", error: bool = False) -> None:
-    """Print what a task wrote. A pipe or a file gets it unchanged."""
+    """Print what a task wrote, without control sequences at a terminal. A pipe or a file gets it
+    unchanged."""
     stream = sys.stderr if error else sys.stdout
     typer.echo((harmless(text) if stream.isatty() else text) + end, nl=False, err=error, color=True)
 
 
 def emit(output: Format, answer: A, draw: Callable[[A], RenderableType]) -> None:
-    """Write one answer to standard output; `draw` is only called for a table."""
+    """Write one answer to standard output. `draw` is only called for a table."""
     if output is Format.TABLE:
         print_drawn(draw(answer))
     else:
@@ -124,7 +125,7 @@ def print_drawn(drawn: RenderableType, *, error: bool = False) -> None:
 
 
 def _console(*, error: bool = False) -> Console:
-    """A pipe gets a large width, so that no cell is cut off for a program."""
+    """Return a console. A pipe gets a large width, so that no cell is cut off for a program."""
     is_terminal = (sys.stderr if error else sys.stdout).isatty()
     width = None if is_terminal else _PIPE_WIDTH
     return Console(highlight=False, markup=False, width=width, stderr=error)
@@ -141,7 +142,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def confirm(question: str) -> None:
-    """Return if the person says yes; otherwise exit. Without a terminal, exit."""
+    """Return if the person answers yes; otherwise exit. Without a terminal, exit."""
     if not sys.stdin.isatty():
         eprint("gpubroker: cannot ask for confirmation without a terminal; use --yes")
         raise typer.Exit(EXIT_USAGE)

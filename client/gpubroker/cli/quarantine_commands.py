@@ -56,7 +56,7 @@ def release(
         found = _found(broker, holder)
         if not yes:
             _confirm(found, because)
-        # Only what was shown, not what came later.
+        # Release only what was shown, not what came later.
         attempts = attempt or sorted({run.attempt for run in found})
         released = broker.release_quarantine(
             found[0].id or holder, because, attempts=attempts, ranks=rank, devices=device
@@ -120,20 +120,20 @@ def _queue(queue: Queue) -> str:
 
 def _found(broker: Broker, word: str) -> Sequence[Quarantined]:
     """Return all quarantined runs of the holder that a person means."""
-    found = [one for one in broker.quarantine().items if one.id and _is_meant(one, word)]
-    ids = sorted({one.id for one in found if one.id})
+    runs = [run for run in broker.quarantine().items if run.id and _is_meant(run, word)]
+    ids = sorted({run.id for run in runs if run.id})
     only(ids, word, f"nothing of {word!r} is in quarantine; see: gpubroker quarantine")
-    return found
+    return runs
 
 
-def _is_meant(one: Quarantined, word: str) -> bool:
-    is_named = one.name == word or begins_as_cut(one.name, word)
-    return is_named or (one.id is not None and matches(one.id, word))
+def _is_meant(run: Quarantined, word: str) -> bool:
+    is_named = run.name == word or begins_as_cut(run.name, word)
+    return is_named or (run.id is not None and matches(run.id, word))
 
 
-def _confirm(found: Sequence[Quarantined], because: str) -> None:
+def _confirm(runs: Sequence[Quarantined], because: str) -> None:
     eprint(f"You state that these are gone, because {because!r}:")
-    for run in found:
+    for run in runs:
         name = f"{run.id} {run.name}".rstrip()
         eprint(f"  every process of {name}, attempt {_attempt(run)}, on {run.node}: {size(run.gpu_mb)}")
     eprint("The service does not check it. If one is alive, other tasks get memory that it still uses.")
@@ -173,5 +173,5 @@ def _quarantined(listed: Sequence[Quarantined]) -> RenderableType:
 
 def _released(released: Released) -> RenderableType:
     text = f"released {size(released.gpu_mb)} of {released.id}; it is free after the next measurement"
-    left = sum(run.gpu_mb for run in released.quarantine)
-    return Text(f"{text}; still in quarantine: {size(left)}" if released.quarantine else text)
+    remaining_mb = sum(run.gpu_mb for run in released.quarantine)
+    return Text(f"{text}; still in quarantine: {size(remaining_mb)}" if released.quarantine else text)

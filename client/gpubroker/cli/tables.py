@@ -26,12 +26,12 @@ _WHOLE_ID = re.compile(r"task_[0-9a-z]{26}")
 class Column:
     title: str
     from_width: int = 0
-    """A narrower terminal does not show the column."""
+    """A terminal narrower than this does not show the column."""
     until_width: float = inf
-    """Nor does one of this width or more, which shows others instead."""
+    """A terminal of at least this width does not show the column, but others instead."""
     share: float = 1.0
-    """The largest part of the width it takes; longer text ends in an ellipsis. Without a share a column is
-    shown whole."""
+    """The largest part of the width that the column takes; longer text ends in an ellipsis. By default a
+    column is shown whole."""
     wraps: bool = False
 
 
@@ -66,7 +66,7 @@ class PlainTable:
 
 
 def details(rows: Iterable[tuple[str, object]]) -> Table:
-    """Lay out one line per name and value. Empty values are left out."""
+    """Return a table with one line per name and value. Empty values are left out."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -77,9 +77,10 @@ def details(rows: Iterable[tuple[str, object]]) -> Table:
 
 
 def short_id(task: str | None) -> str:
-    """The end of an id, which differs even between tasks of one moment; its beginning is a time.
+    """Return the end of an id, which differs even between tasks of one moment, whereas the beginning is a
+    time.
 
-    The service does not send the id of another tenant's task.
+    None stands for a task of another tenant, whose id the service does not send.
     """
     return task[-SHOWN_ID_LENGTH:] if task else "another tenant"
 
@@ -93,14 +94,14 @@ def gib(mb: float) -> str:
 
 
 def gib_of(mb: float, of_mb: float, between: str = "/", unit: str = "") -> str:
-    """Return `9.5/10.0`, in GiB; in MiB if they differ and would read the same."""
+    """Return `9.5/10.0` in GiB, or in MiB if the two differ and would read the same."""
     if mb != of_mb and gib(mb) == gib(of_mb):
         return f"{mb:.0f}{between}{of_mb:.0f} MiB"
     return f"{gib(mb)}{between}{gib(of_mb)}{unit}"
 
 
 def size(mb: float) -> str:
-    """Return the size in GiB; in MiB if that would round to zero."""
+    """Return the size in GiB, or in MiB if GiB would round to zero."""
     return f"{mb:.0f} MiB" if 0 < mb < 103 else f"{gib(mb)} GiB"
 
 

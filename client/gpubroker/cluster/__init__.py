@@ -1,1 +1,1 @@
-"""See the cluster and plan for it: devices, nodes, tenants, policy, quarantine, planned fleets."""
+"""Look at the cluster and plan for it: devices, nodes, tenants, policy, quarantine, planned fleets."""

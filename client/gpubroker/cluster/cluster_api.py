@@ -19,9 +19,10 @@ from gpubroker.wire.targets import Target
 class ClusterApi(Operations):
     @operation
     def gpus(self, *, idle: bool | None = None, history: str | None = None) -> Steps[Page[Gpu]]:
-        """List all devices, with what is leased, used and free on each; or those that are idle, or are not.
+        """List all devices with their leased, used and free memory, or with `idle` only those that are idle
+        (True) or busy (False).
 
-        `history`: how much of the past to show, such as `1h`, which is the most; the default is `5m`.
+        `history` is the length of the past to show, such as `1h`, which is the maximum. Default: `5m`.
         """
         return (yield from self._whole(Gpu, "/gpus", idle=idle, history=history))
 
@@ -29,25 +30,27 @@ class ClusterApi(Operations):
     def nodes(
         self, *, history: str | None = None, sort: str | None = None, boot_id: str | None = None
     ) -> Steps[Page[Node]]:
-        """List all machines, whether they answer, what is held and what is measured. `history` as in `gpus`.
-        `sort`: name (the default), cpu, memory_mb, gpu_mb (what is free of them), runs or idle_seconds; with
-        a `-` before it, the most first. `boot_id`: only nodes on the machine whose kernel says it."""
+        """List all machines: whether they answer, and how much of them is held and used. `history` is as in
+        `gpus`. `sort` is name (the default), cpu, memory_mb, gpu_mb (their free amounts), runs or
+        idle_seconds; a `-` before it puts the largest first. With `boot_id`, only nodes on the machine whose
+        kernel has this boot id are listed."""
         wanted = {"history": history, "sort": sort, "boot_id": boot_id}
         return (yield from self._whole(Node, "/nodes", **wanted))
 
     @operation
     def node(self, name: str, *, history: str | None = None) -> Steps[NodeDetail]:
-        """Return one machine with its `devices`. Raises NotFound. `history` as in `gpus`."""
+        """Return one machine with its `devices`. Raises Refused (`not-found`). `history` is as in `gpus`."""
         return decode(NodeDetail, (yield from self._ask("GET", f"/nodes/{path_part(name)}", history=history)))
 
     @operation
     def quarantine(self) -> Steps[Page[Quarantined]]:
-        """List holders that count as using memory because they are not confirmed gone; the oldest first."""
+        """List holders that count as using memory because they are not confirmed gone, the oldest first."""
         return page_of(Quarantined, (yield from self._ask("GET", "/quarantine")))
 
     @operation
     def tenants(self) -> Steps[Page[Tenant]]:
-        """List quota, holdings, usage and fair share of your tenant; with cluster:read, of all."""
+        """List quota, holdings, usage and fair share of your tenant; with the scope cluster:read, of all
+        tenants."""
         return page_of(Tenant, (yield from self._ask("GET", "/tenants")))
 
     @operation
@@ -59,10 +62,12 @@ class ClusterApi(Operations):
     def autoscaling_demand(
         self, *, pool: str | None = None, kind: str | None = None, waited_seconds: float = 0.0
     ) -> Steps[AutoscalingDemand]:
-        """Return what an autoscaler needs: what waiting tasks lack, what all need, what could be given back.
+        """Return what an autoscaler needs: the demand that waiting tasks lack, the demand of all tasks, and
+        the capacity that could be given back.
 
-        `pool`: this pool alone; empty: tasks without one. `kind`: this kind of GPU, and demands that may use
-        it. `waited_seconds`: only tasks that have waited for so long.
+        `pool` counts the tasks of this pool alone; an empty name, tasks without a pool. `kind` counts this
+        kind of GPU, and demands that may use it. `waited_seconds` counts only tasks that have waited for at
+        least this long.
         """
         found = yield from self._ask(
             "GET", "/autoscaling/demand", pool=pool, kind=kind, waited_seconds=waited_seconds
@@ -71,8 +76,8 @@ class ClusterApi(Operations):
 
     @operation
     def targets(self) -> Steps[Page[Target]]:
-        """List the targets of the fleet and its parts, and how they fare; `raw` also says what keeps new
-        work out (`backpressure`)."""
+        """List the targets of the fleet and its parts, and whether they are met. `raw` also says what keeps
+        new work out (`backpressure`)."""
         return page_of(Target, (yield from self._ask("GET", "/targets")))
 
     @operation
@@ -106,8 +111,9 @@ class ClusterApi(Operations):
     ) -> Steps[FleetPlan]:
         """Say whether these components fit the present fleet, or the one described; nothing is stored.
 
-        Both are as in `POST /plan`: `[{"name": "trainer", "count": 4, "resources": {"gpus": 1}}]`. `tenant`
-        says whose quota and limits apply. Default: the token's tenant, and none on a described fleet.
+        `components` and `fleet` have the form of `POST /plan`: `[{"name": "trainer", "count": 4, "resources":
+        {"gpus": 1}}]`. The quota and limits of `tenant` apply. Default: the token's tenant, and no tenant for
+        a described fleet.
         """
         body = without_none({"components": list(components), "fleet": fleet, "tenant": tenant})
         return decode(FleetPlan, (yield from self._ask("POST", "/plan", body)))

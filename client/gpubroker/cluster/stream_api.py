@@ -1,4 +1,4 @@
-"""Work streams: their weights, what is told of them, and draws."""
+"""Work streams: their weights, the signals about them, and draws."""
 
 from datetime import datetime
 
@@ -12,12 +12,12 @@ from gpubroker.wire.streams import DrawnStream, WorkStream
 class StreamApi(Operations):
     @operation
     def streams(self) -> Steps[Page[WorkStream]]:
-        """Return all work streams, by name."""
+        """Return all work streams, sorted by name."""
         return page_of(WorkStream, (yield from self._ask("GET", "/streams")))
 
     @operation
     def next_stream(self, *, seed: int | None = None) -> Steps[DrawnStream]:
-        """Draw the work stream to go on with, each by its probability. Raises Refused if there is none."""
+        """Draw the work stream to continue with, each by its probability. Raises Refused if there is none."""
         return decode(
             DrawnStream, (yield from self._ask("POST", "/streams/next", without_none({"seed": seed})))
         )
@@ -32,8 +32,9 @@ class StreamApi(Operations):
         data_age_seconds: float | None = None,
         quality: float | None = None,
     ) -> Steps[WorkStream]:
-        """Tell of a stream's progress (Elo, a score: more is better; `progress_at`: when it was measured), of
-        the age of its newest data, of their quality from 0 to 1. Give at least one."""
+        """Report a stream's progress (Elo or another score: more is better; `progress_at` is the time of its
+        measurement), the age of its newest data in seconds, and the quality of its data from 0 to 1. Give at
+        least one of them."""
         body = {
             "progress": progress,
             "progress_at": None if progress_at is None else plain("progress_at", progress_at),
@@ -45,11 +46,12 @@ class StreamApi(Operations):
 
     @operation
     def put_stream(self, name: str, curriculum: float, *, reason: str = "") -> Steps[WorkStream]:
-        """Give a stream its curriculum weight; one that does not exist begins to."""
+        """Set the curriculum weight of a stream. A stream that does not exist is created."""
         body = {"curriculum": curriculum, "reason": reason}
         return decode(WorkStream, (yield from self._ask("PUT", f"/streams/{path_part(name)}", body)))
 
     @operation
     def delete_stream(self, name: str) -> Steps[None]:
-        """Forget what was told of a stream. One of the settings stays, with the weight that it has there."""
+        """Forget what was reported of a stream. A stream of the settings stays, with the weight that it has
+        there."""
         yield from self._ask_once("DELETE", f"/streams/{path_part(name)}")

@@ -1,4 +1,4 @@
-"""Leases as context managers: held in the block, renewed meanwhile, released at its end."""
+"""Leases as context managers: the lease is held and renewed in the block, and released at its end."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ _JOIN_SECONDS = 5.0
 
 
 class _Held(LeaseSteps):
-    """The properties that both kinds of held lease have inside their block."""
+    """The properties that both kinds of held lease have inside their blocks."""
 
     _held: LeaseStatus | None = None
 
@@ -79,12 +79,13 @@ class _Held(LeaseSteps):
 
 
 class HeldLease(_Held):
-    """A thread renews it. Entering the block waits for the memory and may raise LeaseEnded."""
+    """A held lease that a thread renews. Entering the block waits for the memory and may raise LeaseEnded."""
 
     _thread: threading.Thread
 
     def wait_for_notice(self, timeout_seconds: float | None = None) -> bool:
-        """Sleep until the lease has to be released; returns whether it has to."""
+        """Sleep until the lease has to be released; return True if it has to, and False after
+        `timeout_seconds`."""
         return self._status.wait_for_notice(timeout_seconds)
 
     def __enter__(self) -> Self:
@@ -120,14 +121,16 @@ class HeldLease(_Held):
 
 
 class AsyncHeldLease(_Held):
-    """An asyncio task renews it. Entering the block waits for the memory and may raise LeaseEnded."""
+    """A held lease that an asyncio task renews. Entering the block waits for the memory and may raise
+    LeaseEnded."""
 
     _carry_out: Callable[[Steps[Any]], Coroutine[Any, Any, Any]]
     _keeper: asyncio.Task[None]
     _has_notice: asyncio.Event
 
     async def wait_for_notice(self, timeout_seconds: float | None = None) -> bool:
-        """Sleep until the lease has to be released; returns whether it has to."""
+        """Sleep until the lease has to be released; return True if it has to, and False after
+        `timeout_seconds`."""
         status = self._status
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._has_notice.wait(), timeout_seconds)

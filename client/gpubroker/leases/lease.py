@@ -13,8 +13,8 @@ AnyLease = Lease | str
 
 
 def over(reason: str) -> Notice:
-    """Return a notice of the SDK itself: `ended` if the lease has ended, `refused` if the service does not
-    let this program renew it. There is no deadline to keep."""
+    """Return a notice that the SDK itself gives: `ended` if the lease has ended, `refused` if the service
+    does not let this program renew it. It has no deadline."""
     return Notice(reason, cast(Time, None))
 
 
@@ -24,13 +24,13 @@ class LeaseOptions(TypedDict, total=False):
     holder: str
     """The name that people see. Default: this program, user, machine and process."""
     gpu_mb: int
-    """The MiB of each GPU; without it, whole GPUs."""
+    """The MiB of each GPU. Default: whole GPUs."""
     gpus: int
     priority: int | str
     ttl_seconds: float
     grace_seconds: float
     pid: int
-    """A process on the lease's node; what it and its children use counts as the lease's."""
+    """The id of a process on the lease's node. Memory that it and its children use counts as the lease's."""
     node: str
     devices: Sequence[str]
     kinds: Sequence[str]
@@ -47,14 +47,14 @@ class LeaseEnded(BrokerError):
 
 
 class LeaseStatus:
-    """The state of a held lease. Its renewal writes it, and the holder reads it."""
+    """The state of a held lease. The code that renews the lease writes it, and the holder reads it."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         self.is_over = False
-        """The holder has left its block, so nothing renews the lease any more."""
+        """True once the holder has left its block, so that nothing renews the lease any more."""
         self.is_unreachable = False
-        """The last renewal got no answer. The memory is not given away meanwhile."""
+        """True if the last renewal got no answer. The memory is not given away meanwhile."""
         self.notice: Notice | None = None
         self.fault: BrokerError | None = None
         """The error with which the service refused a renewal."""
@@ -71,7 +71,7 @@ class LeaseStatus:
         self.give_notice(over("refused"))
 
     def give_notice(self, notice: Notice) -> None:
-        """Give the notice. Only the first one counts."""
+        """Give the notice to the holder. Only the first notice counts."""
         if self.notice is None:
             self.notice = notice
             self._has_notice.set()

@@ -1,4 +1,5 @@
-"""Operations on leases: ask, renew, release; and the steps that hold one while a program runs."""
+"""Operations on leases: ask for one, renew it, release it, and the steps that hold a lease while a program
+runs."""
 
 import os
 import socket
@@ -56,7 +57,7 @@ class LeaseSteps(Operations):
         return lease
 
     def _keep(self, status: LeaseStatus) -> Steps[None]:
-        """Renew a held lease until its holder has left, or has to leave."""
+        """Renew a held lease until its holder has left or has to leave."""
         while not status.is_over and status.notice is None:
             try:
                 status.update((yield from self._renewed_in_time(status)))
@@ -68,8 +69,8 @@ class LeaseSteps(Operations):
                     yield Pause(_PAUSE_SECONDS)
 
     def _renewed_in_time(self, status: LeaseStatus) -> Steps[Lease]:
-        """Renew the lease after a fraction of the TTL and return it; return at once if the lease is no longer
-        held."""
+        """Renew the lease after a fraction of its TTL and return it. If the lease is no longer held, return
+        at once."""
         lease = yield from self._wait_while(status.lease, LeaseState.HELD, status.lease.interval_seconds)
         if lease.state is not LeaseState.HELD or status.is_over:
             return lease
@@ -83,7 +84,7 @@ class LeaseSteps(Operations):
     def _wait_while(self, lease: Lease, state: LeaseState, seconds: float) -> Steps[Lease]:
         """Return the lease when it has left the state, or after this many seconds.
 
-        A service that is stopping, or a proxy that cuts long answers short, answers early without news: then
+        A service that is stopping, or a proxy that cuts long answers short, answers early without news; then
         the next request is delayed.
         """
         began = time.monotonic()
@@ -99,12 +100,13 @@ class LeaseSteps(Operations):
 class LeaseApi(LeaseSteps):
     @operation
     def ask_lease(self, **options: Unpack[LeaseOptions]) -> Steps[Lease]:
-        """Ask for a lease and do not wait. Renew it, also while it is pending, and release it at the end."""
+        """Ask for a lease without waiting for it. Renew it, also while it is pending, and release it at the
+        end."""
         return (yield from self._new_lease(options))
 
     @operation
     def get_lease(self, lease: AnyLease) -> Steps[Lease]:
-        """The lease as it is now."""
+        """Return the lease as it is now."""
         return decode(Lease, (yield from self._ask("GET", _path(lease))))
 
     @listing
@@ -116,9 +118,9 @@ class LeaseApi(LeaseSteps):
         sort: str | None = None,
         tenant: str | None = None,
     ) -> Pages[Lease]:
-        """List all leases that match, newest first; `state` may be several, separated by commas. `sort`:
-        submitted or priority; with a `-` the latest, or the highest, first. `tenant`: another one, or `*` for
-        all: needs the scope admin."""
+        """Yield all leases that match, newest first. `state` may be several states, separated by commas.
+        `sort` is submitted or priority; a `-` before it puts the latest or the highest first. `tenant` is
+        another tenant, or `*` for all, which needs the scope admin."""
         return self._pages(Lease, "/leases", state=state, holder=holder, sort=sort, tenant=tenant)
 
     @operation
@@ -128,7 +130,7 @@ class LeaseApi(LeaseSteps):
 
     @operation
     def release_lease(self, lease: AnyLease) -> Steps[Lease]:
-        """State that its memory is free, or that it is no longer wanted."""
+        """State that the memory of the lease is free, or that the lease is no longer wanted."""
         return (yield from self._released(lease))
 
 

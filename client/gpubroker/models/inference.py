@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 _PATIENCE_SECONDS = 300.0
-"""The longest wait for an answer: the model is loaded, a slot gets free, and the model computes. The service
-has its own limits for each, and answers when one is exceeded."""
+"""The longest wait for an answer, in which the model is loaded, a slot gets free, and the model computes. The
+service has its own limit for each of these, and answers when one is exceeded."""
 
 
 class InferOptions(TypedDict, total=False):
@@ -26,18 +26,18 @@ class InferOptions(TypedDict, total=False):
     priority: int | str
     """The priority from 0 to 100, or the name of a band; orders the requests that wait for the model."""
     model_type: str
-    """The kind of model; the operator may have set a priority for it."""
+    """The kind of model, for which the operator may have set a priority."""
     outputs: Sequence[str]
     """The outputs that are wanted. Default: all."""
     version: int | str
     """The version of the model. Default: the server's choice."""
     parameters: Mapping[str, Any]
-    """The model's own, passed to Triton unchanged."""
+    """Parameters of the model, passed to Triton unchanged."""
     timeout_seconds: float
-    """The longest wait for a slot. The request is not retried then."""
+    """The longest wait for a slot. A request that reaches it is not retried."""
     idempotent: bool
-    """True if asking twice does no harm: the request is sent again even if it may have been carried out. The
-    service may send it to another server."""
+    """True if it does no harm to ask twice: the request is then sent again even if it may have been carried
+    out, and the service may send it to another server."""
 
 
 Inputs = Mapping[str, Any]
@@ -53,16 +53,16 @@ class InferLaterOptions(TypedDict, total=False):
     outputs: Sequence[str]
     """The outputs that are wanted. Default: all."""
     parameters: Mapping[str, Any]
-    """The model's own, passed to Triton unchanged."""
+    """Parameters of the model, passed to Triton unchanged."""
     id: str
     """An id that comes back with the answer."""
     name: str
     """The name in lists."""
     model_type: str
-    """The kind of work; the operator may have set its priority, retries and time limit."""
+    """The kind of work, for which the operator may have set priority, retries and time limit."""
     priority: int | str
-    """The priority from 0 to 100, or the name of a band; also the priority at which the model is wanted
-    meanwhile."""
+    """The priority from 0 to 100, or the name of a band; also the priority at which the model is loaded for
+    this request."""
     stream: str
     labels: Mapping[str, str]
     max_retries: int
@@ -79,7 +79,7 @@ class InferLaterOptions(TypedDict, total=False):
 
 
 class InferStreamOptions(TypedDict, total=False):
-    """The keyword arguments of `infer_stream`; they mean the same as for `infer`."""
+    """The keyword arguments of `infer_stream`, with the same meaning as for `infer`."""
 
     priority: int | str
     model_type: str
@@ -88,7 +88,7 @@ class InferStreamOptions(TypedDict, total=False):
 
 
 def stream_call(model: str, inputs: Mapping[str, Any], options: InferStreamOptions) -> Call:
-    """Return the call of a streamed request. Raises WrongArgument."""
+    """Return the call of a streamed request. Raises WrongArgument for invalid inputs or options."""
     _check_options("infer_stream", options, InferStreamOptions)
     check_model(model, "infer_stream()")
     check_names(inputs)
@@ -107,7 +107,7 @@ def stream_call(model: str, inputs: Mapping[str, Any], options: InferStreamOptio
 
 def event_in(line: str) -> dict[str, Any] | None:
     """Return the event that a line of `generate_stream` holds; None for a line between events. Raises
-    BrokerError for a mistake of the model."""
+    BrokerError if the event is an error of the model."""
     name, _, text = line.partition(":")
     if name != "data":
         return None
@@ -121,12 +121,12 @@ def event_in(line: str) -> dict[str, Any] | None:
 
 
 def _queue_headers(options: Mapping[str, Any]) -> dict[str, str]:
-    given = {
+    headers = {
         "x-priority": options.get("priority"),
         "x-model-type": options.get("model_type"),
         "x-timeout-seconds": options.get("timeout_seconds"),
     }
-    return {name: str(value) for name, value in given.items() if value is not None}
+    return {name: str(value) for name, value in headers.items() if value is not None}
 
 
 def _versioned(options: Mapping[str, Any]) -> str:
@@ -135,7 +135,7 @@ def _versioned(options: Mapping[str, Any]) -> str:
 
 
 def infer_call(model: str, inputs: "Mapping[str, ArrayLike]", options: InferOptions) -> Call:
-    """Return the call of a request, which is repeatable only if the options have `idempotent`. Raises
+    """Return the call of a request; it is repeatable only if the options have `idempotent`. Raises
     WrongArgument."""
     _check_options("infer", options, InferOptions)
     check_model(model, "infer()")
@@ -160,13 +160,14 @@ def infer_call(model: str, inputs: "Mapping[str, ArrayLike]", options: InferOpti
 
 
 INLINE_BYTES = 4 * 2**20
-"""Values of a queued inference that are sent with it; of more, the large ones are uploaded as objects."""
+"""The most bytes of values that are sent with a queued inference. If there are more, the large values are
+uploaded as objects."""
 
 _UPLOADED_BYTES = 128 * 1024
 
 
 def tensors_of(model: str, inputs: Inputs, options: InferLaterOptions) -> list[tuple[dict[str, Any], bytes]]:
-    """The inputs of a queued inference: their descriptions, and the bytes of those that name no object.
+    """Return the inputs of a queued inference: the description of each, and its bytes if it names no object.
     Raises WrongArgument."""
     _check_options("infer_later", options, InferLaterOptions)
     check_model(model, "infer_later()")
@@ -175,21 +176,21 @@ def tensors_of(model: str, inputs: Inputs, options: InferLaterOptions) -> list[t
 
 
 def uploads_of(tensors: Sequence[tuple[dict[str, Any], bytes]]) -> list[int]:
-    """Return the indexes of the inputs that are sent as objects, if all are too large for one request."""
+    """Return the indexes of the inputs to send as objects; empty if all fit into one request."""
     if sum(len(data) for _, data in tensors) <= INLINE_BYTES:
         return []
     return [at for at, (_, data) in enumerate(tensors) if len(data) > _UPLOADED_BYTES]
 
 
 def as_object(tensor: Mapping[str, Any], id: str) -> dict[str, Any]:
-    """The description of an input whose bytes are an object."""
+    """Return the description of an input whose bytes are an object."""
     return {**{key: value for key, value in tensor.items() if key != "parameters"}, "object": id}
 
 
 def inference_body(
     model: str, tensors: Sequence[tuple[dict[str, Any], bytes]], options: InferLaterOptions
 ) -> tuple[bytes, dict[str, str]]:
-    """The body of `POST /inferences`, and the headers that describe it. Raises WrongArgument."""
+    """Return the body of `POST /inferences`, and the headers that describe it. Raises WrongArgument."""
     given = {name: plain(name, value) for name, value in options.items() if name != "idempotency_key"}
     if "outputs" in given:
         given["outputs"] = [{"name": name} for name in given["outputs"]]
@@ -207,8 +208,8 @@ def inference_body(
 
 
 def check_model(model: object, method: str) -> None:
-    """Check that this can be the name of a model; an empty name would be the path of another resource. Raises
-    WrongArgument."""
+    """Check that `model` can be the name of a model; an empty name would be the path of another resource.
+    Raises WrongArgument."""
     if not isinstance(model, str) or not model:
         raise WrongArgument(f"{method} needs the name of a model, not {model!r}; models() lists them")
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 _OBJECTS_PER_PAGE = 500
 
 _MEASURE_SECONDS = 3600.0
-"""The longest wait for a measurement: the model is asked at its batch sizes, and unloaded. The service bounds
-each request."""
+"""The longest wait for a measurement, in which the model is asked at its batch sizes and unloaded. The
+service bounds the time of each request."""
 
 
 class ModelApi(Operations):
@@ -59,9 +59,10 @@ class ModelApi(Operations):
             probabilities = broker.infer("resnet", {"image": pixels}, priority="interactive")["probabilities"]
 
         Text (str or bytes) is BYTES, and comes back as arrays of `bytes`. The options are those of
-        `InferOptions`: priority, model_type, outputs, version, parameters, timeout_seconds, idempotent. Waits
-        until the model is loaded and has a free slot. Raises ModelUnavailable, Refused or Unreachable; errors
-        of Triton itself have no `code`; `retry_after_seconds` is set if the service knows when to try again.
+        `InferOptions`: priority, model_type, outputs, version, parameters, timeout_seconds, idempotent. The
+        method waits until the model is loaded and has a free slot. Raises ModelUnavailable, Refused or
+        Unreachable; errors of Triton itself have no `code`; `retry_after_seconds` is set if the service knows
+        when to try again.
         """
         call = infer_call(model, inputs, options)
         retry_seconds = self._retry_seconds if options.get("timeout_seconds") is None else 0.0
@@ -71,15 +72,17 @@ class ModelApi(Operations):
     def infer_stream(
         self, model: str, inputs: Mapping[str, Any], **options: Unpack[InferStreamOptions]
     ) -> Lines[dict[str, Any]]:
-        """Ask a model that answers piece by piece, such as a language model; a dict for each, as it comes.
+        """Ask a model that answers piece by piece, such as a language model; yield a dict for each piece as
+        it arrives.
 
             for piece in broker.infer_stream("llama", {"text_input": "Hello", "max_tokens": 100}):
                 print(piece["text_output"], end="")
 
-        Of decoupled models too. `inputs`: text, numbers, booleans and lists of them, by the names of inputs;
-        other names are parameters of the model (Triton's `generate_stream`). Leave the loop to stop the
-        model. The options are priority, model_type, version and timeout_seconds, as for `infer`. It is sent
-        once. Raises as `infer` does, and BrokerError for a mistake of the model in the middle.
+        The model may be decoupled. `inputs` are text, numbers, booleans and lists of them, by the names of
+        inputs; other names are parameters of the model (Triton's `generate_stream`). Leave the loop to stop
+        the model. The options are priority, model_type, version and timeout_seconds, as for `infer`. The
+        request is sent only once. Raises what `infer` raises, and BrokerError for an error of the model in
+        the middle of the stream.
         """
         return Lines(stream_call(model, inputs, options), event_in)
 
@@ -90,11 +93,11 @@ class ModelApi(Operations):
             task = broker.infer_later("resnet", {"image": pixels}, priority="batch")
             broker.outputs(task)["probabilities"]
 
-        It is answered when the model is in memory and idle, batched with similar requests. `inputs`: arrays
-        by name, as for `infer`, a `StoredObject` from `upload`, or mappings with datatype, shape, and data or
-        object. `result` is the JSON of Triton's protocol. The options are those of `InferLaterOptions`.
-        Arrays of more than 4 MiB together are uploaded as objects, of which the service keeps no copy.
-        Raises Refused.
+        The request is answered when the model is in memory and idle, in a batch with similar requests.
+        `inputs` are arrays by name, as for `infer`, a `StoredObject` from `upload`, or mappings with
+        datatype, shape, and data or object. `result` is the JSON of Triton's protocol. The options are those
+        of `InferLaterOptions`. Arrays of more than 4 MiB together are uploaded as objects, of which the
+        service keeps no copy. Raises Refused.
         """
         tensors = tensors_of(model, inputs, options)
         for at in uploads_of(tensors):
@@ -109,7 +112,7 @@ class ModelApi(Operations):
     def outputs(
         self, task: AnyTask, timeout_seconds: float | None = None
     ) -> Steps[dict[str, "NDArray[Any]"]]:
-        """Wait for a queued inference and return what the model answered: arrays by name, as `infer` does.
+        """Wait for a queued inference and return the outputs of the model: arrays by name, as `infer` does.
 
         Raises TaskFailed, TaskCancelled or WaitTimeout.
         """
@@ -131,8 +134,7 @@ class ModelApi(Operations):
 
     @operation
     def triton_healthy(self) -> Steps[bool]:
-        """Return True if a model server is there and answers. Raises Unreachable if the service does not
-        answer."""
+        """Return True if a model server answers. Raises Unreachable if the service does not answer."""
         try:
             yield from exchange(Call("GET", "/v2/health/ready"), 0.0)
         except BrokerError as fault:
@@ -149,15 +151,16 @@ class ModelApi(Operations):
         server: str | None = None,
         sort: str | None = None,
     ) -> Steps[Page[ServedModel]]:
-        """The models of all servers, those in memory first. `state`: resident, loading, draining, waiting,
-        cold, or several of them. `sort`: state (the default), name, gpu_mb, priority or loaded; with a `-`
-        before it, the largest or the latest first."""
+        """Return the models of all servers, those in memory first. `state` is one or several of resident,
+        loading, draining, waiting and cold. `sort` is state (the default), name, gpu_mb, priority or loaded;
+        a `-` before it puts the largest or the latest first."""
         raw = yield from self._ask("GET", "/models", state=state, server=server, sort=sort)
         return page_of(ServedModel, raw)
 
     @operation
     def model(self, name: str, *, server: str | None = None) -> Steps[ServedModel]:
-        """Return one model. `server`, here and below, is needed if several servers have it."""
+        """Return one model. Here and in the methods below, `server` is needed if several servers have the
+        model."""
         check_model(name, "model()")
         return decode(ServedModel, (yield from self._ask("GET", f"/models/{path_part(name)}", server=server)))
 
@@ -181,7 +184,7 @@ class ModelApi(Operations):
 
     @operation
     def pin_model(self, name: str, *, pinned: bool = True, server: str | None = None) -> Steps[ServedModel]:
-        """Keep the model in memory even if others need the room; `pinned=False` ends that."""
+        """Keep the model in memory even if others need the room. `pinned=False` ends that."""
         return (yield from self._change_model(name, "pin", {"pinned": pinned}, server))
 
     @operation
@@ -195,12 +198,13 @@ class ModelApi(Operations):
         wait_seconds: float = 300.0,
         server: str | None = None,
     ) -> Steps[MeasuredModel]:
-        """Load the model, ask it with zeros while its GPU is measured, and unload it: its later loads lease
-        the size that was learned.
+        """Load the model, send it requests of zeros while its GPU is measured, and unload it. Its later loads
+        lease the size that was learned.
 
-        `batch_sizes`: rows of the requests; default: 1 and the most that it takes. `shapes`: of single
-        inputs, without rows; default: the model's own, and 1 where any length will do. `wait_seconds`: until
-        it is in memory. Raises Refused: `model-in-use`, or `not-measurable` with the reason.
+        `batch_sizes` are the numbers of rows of the requests. Default: 1 and the largest that the model
+        takes. `shapes` are the shapes of single inputs, without rows. Default: the model's own shape, and 1
+        for a dimension of any length. `wait_seconds` is the longest wait until the model is in memory. Raises
+        Refused: `model-in-use`, or `not-measurable` with the reason.
         """
         check_model(name, "measure_model()")
         body = {
@@ -223,7 +227,7 @@ class ModelApi(Operations):
     def upload(self, data: "bytes | BinaryIO | ArrayLike") -> Steps[StoredObject]:
         """Store an array, bytes or a file once, as an input of any number of `infer_later` calls.
 
-        A file, opened in binary mode, is read while it is sent, and may be larger than memory.
+        A file must be opened in binary mode. It is read while it is sent, so it may be larger than memory.
         Raises Refused, with the code `objects-full` if the tenant's limit is reached.
         """
         body, array = object_body(data)
@@ -231,16 +235,16 @@ class ModelApi(Operations):
 
     @listing
     def objects(self, *, sort: str | None = None) -> Pages[StoredObject]:
-        """Return all objects of your tenant, fetched page by page as they are used. `sort`: id (the default),
-        created or size; with a `-` before it, the latest or the largest first.
+        """Yield all objects of your tenant, fetched page by page as they are used. `sort` is id (the
+        default), created or size; a `-` before it puts the latest or the largest first.
 
-        Datatype and shape of an array are only in the answer of `upload`.
+        The datatype and shape of an array are only in the answer of `upload`.
         """
         return self._pages(StoredObject, "/objects", limit=_OBJECTS_PER_PAGE, sort=sort)
 
     @operation
     def object_usage(self) -> Steps[ObjectUsage]:
-        """Return how many bytes the objects of your tenant count, and the limit."""
+        """Return how many bytes the objects of your tenant take, and the limit."""
         return decode(ObjectUsage, (yield from self._ask("GET", "/objects", limit=1)))
 
     @operation
@@ -268,7 +272,7 @@ class ModelApi(Operations):
 
 
 def _naming(model: str, call: Call, retry_seconds: float) -> Steps[Answer]:
-    """Exchange the call; a ModelUnavailable then names the model."""
+    """Exchange the call, and add the name of the model to a ModelUnavailable."""
     try:
         return (yield from exchange(call, retry_seconds))
     except ModelUnavailable as fault:

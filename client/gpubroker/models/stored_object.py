@@ -7,8 +7,8 @@ from gpubroker.wire.objects import StoredObject as Answer
 
 
 class StoredObject(Answer, frozen=True):
-    """An uploaded object. An array can be an input of `infer_later` as it is; for bytes the input says what
-    they are: `{"datatype": "UINT8", "shape": [2, 3], "object": stored.id}`."""
+    """An uploaded object. An array can be used as an input of `infer_later` directly; for bytes the input
+    states their form: `{"datatype": "UINT8", "shape": [2, 3], "object": stored.id}`."""
 
     datatype: str = ""
     """The datatype of an array, in Triton's words; empty for bytes."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 HEAD_BYTES = "inference-header-content-length"
-"""The header with the length of the JSON, if bytes of tensors follow it."""
+"""The header with the length of the JSON, which is sent if bytes of tensors follow the JSON."""
 
 _DTYPES = {
     "BOOL": "?", "INT8": "<i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "<u1",
@@ -35,9 +35,9 @@ def encode(
     outputs: Sequence[str] | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> tuple[bytes, int]:
-    """The body of a request, and the length of its JSON. Without `outputs`, the request is for all of them.
+    """Return the body of a request, and the length of its JSON. Without `outputs`, all outputs are requested.
 
-    Raises WrongArgument.
+    Raises WrongArgument for inputs that cannot be sent.
     """
     check_names(inputs)
     tensors = [tensor_of(name, value) for name, value in inputs.items()]
@@ -50,32 +50,32 @@ def encode(
 
 
 def decode_outputs(answer: Answer) -> "dict[str, NDArray[Any]]":
-    """The outputs by name, as writable arrays. BYTES become arrays of `bytes`; BF16, which numpy lacks,
-    becomes FP32 with the same values.
+    """Return the outputs by name, as writable arrays. BYTES become arrays of `bytes`; BF16, which numpy
+    lacks, becomes FP32 with the same values.
 
-    Raises BrokerError if it is not the answer of a model.
+    Raises BrokerError if the answer is not that of a model.
     """
     content = memoryview(answer.content)
     try:
         offset = int(answer.headers.get(HEAD_BYTES, len(content)))
-        found: dict[str, NDArray[Any]] = {}
+        arrays: dict[str, NDArray[Any]] = {}
         for output in json.loads(bytes(content[:offset]))["outputs"]:
             size = (output.get("parameters") or {}).get("binary_data_size")
             shape, datatype = output["shape"], output["datatype"]
             if size is None:
-                found[output["name"]] = _from_json(output["data"], datatype, shape)
+                arrays[output["name"]] = _from_json(output["data"], datatype, shape)
             else:
-                found[output["name"]] = _unpack(content[offset : offset + size], datatype, shape)
+                arrays[output["name"]] = _unpack(content[offset : offset + size], datatype, shape)
                 offset += size
     except (ValueError, KeyError, TypeError, struct.error) as fault:
         raise BrokerError(
             f"cannot read the answer of the model: {fault!r}", code="not-a-model", status=answer.status
         ) from fault
-    return found
+    return arrays
 
 
 def tensor_of(name: str, given: "ArrayLike") -> tuple[dict[str, Any], bytes]:
-    """The description of an input, and its bytes, which follow the JSON. Raises WrongArgument."""
+    """Return the description of an input, and its bytes, which follow the JSON. Raises WrongArgument."""
     datatype, shape, data = _pack(name, given)
     size = {"binary_data_size": len(data)}
     return {"name": name, "datatype": datatype, "shape": shape, "parameters": size}, data
@@ -84,7 +84,7 @@ def tensor_of(name: str, given: "ArrayLike") -> tuple[dict[str, Any], bytes]:
 def object_body(
     data: "bytes | bytearray | memoryview | BinaryIO | ArrayLike",
 ) -> tuple[bytes | Body, dict[str, Any]]:
-    """The bytes of an object, and an array's datatype and shape. Raises WrongArgument."""
+    """Return the bytes of an object; for an array also its datatype and shape. Raises WrongArgument."""
     if is_binary_file(data):
         return FileBody(data), {}
     if isinstance(data, bytes | bytearray | memoryview):
@@ -94,7 +94,7 @@ def object_body(
 
 
 def check_names(inputs: object) -> None:
-    """Check that each array has a name. Raises WrongArgument otherwise."""
+    """Check that each array has a name. Raises WrongArgument if not."""
     if not isinstance(inputs, Mapping):
         raise WrongArgument(
             f"inputs is of type {type(inputs).__name__}; pass a mapping from the names of the model's inputs "
@@ -183,7 +183,7 @@ def _elements(data: memoryview) -> list[bytes]:
 
 
 def _from_json(data: Sequence[Any], datatype: str, shape: Sequence[int]) -> "NDArray[Any]":
-    """An output sent as JSON, such as a classification."""
+    """Return an output that was sent as JSON, such as a classification."""
     if datatype == "BYTES":
         return _objects([element.encode() for element in data], shape)
     array: NDArray[Any] = _numpy().array(data, _dtype(datatype)).reshape(shape)

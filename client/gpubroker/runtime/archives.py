@@ -1,4 +1,4 @@
-"""Archives (tar) of directories: how one is written, and how one that anybody may have made is unpacked."""
+"""Archives (tar) of directories: write one, and unpack one that anybody may have made."""
 
 import os
 import stat
@@ -18,7 +18,7 @@ class BadArchive(ValueError):
 class ArchiveLimits(NamedTuple):
     most_bytes: int
     most_files: int
-    """Files, directories and links together."""
+    """The largest number of files, directories and links together."""
 
 
 def head_of(member: tarfile.TarInfo) -> bytes:
@@ -36,8 +36,8 @@ END = bytes(2 * tarfile.BLOCKSIZE)
 
 
 def stays_inside(name: str, target: str) -> bool:
-    """True if a link with this name below a directory leads to a place in it, whatever other links there are:
-    `..` only goes up from real directories, so it only stands at the beginning."""
+    """True if a link with this name and target leads to a place below the directory of the archive, whatever
+    other links exist. `..` only goes up from real directories, so it is allowed only at the beginning."""
     parts = PurePosixPath(target).parts
     ups = next((number for number, part in enumerate(parts) if part != ".."), len(parts))
     depth = len(PurePosixPath(name).parts) - 1
@@ -52,9 +52,9 @@ def unpack(
     replaces: bool = False,
     files: list[str] | None = None,
 ) -> int:
-    """Unpack into a directory that is there, and return the bytes of all files. Each member is checked before
-    anything of it is written. `replaces`: files that are there already are replaced. `files` gets the names
-    of files. Raises BadArchive, and OSError."""
+    """Unpack the archive into an existing directory, and return the number of bytes of all files. Each member
+    is checked before anything of it is written. With `replaces`, existing files are replaced. The names of
+    files are appended to `files`. Raises BadArchive and OSError."""
     unpacking = _Unpacking(target, limits, replaces, [] if files is None else files)
     try:
         opened = tarfile.open(fileobj=archive, mode="r:", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
@@ -69,7 +69,8 @@ def unpack(
 
 
 def _check_end(archive: BinaryIO, at: int) -> None:
-    """Raises BadArchive if what follows the last member is no end: tarfile stops at a damaged head."""
+    """Check that the bytes after the last member end the archive, since tarfile stops silently at a damaged
+    head. Raises BadArchive if they do not."""
     archive.seek(at)
     if archive.read(tarfile.BLOCKSIZE).strip(b"\0"):
         raise BadArchive(f"the archive cannot be read: it is damaged at byte {at}")
@@ -82,7 +83,7 @@ class _Unpacking:
         self._replaces = replaces
         self._files = files
         self._directories: dict[str, int] = {"": 0o700}
-        """The directories that were made, each with its mode: only in these is anything written."""
+        """The directories that were made, with the mode of each. Files are written only into these."""
         self._members = 0
         self.size_bytes = 0
 
@@ -111,7 +112,8 @@ class _Unpacking:
             raise BadArchive(f"{name!r} is no file, directory or symbolic link; leave it out")
 
     def finish(self) -> None:
-        """Set the modes of directories, which had to be open so far. Their owner may always write there."""
+        """Set the modes of directories, which had to be writable until now. The owner can always write to
+        them."""
         for name, mode in self._directories.items():
             if name:
                 os.chmod(f"{self._target}/{name}", mode | 0o700)  # a str is quicker
@@ -147,7 +149,7 @@ class _Unpacking:
         os.unlink(path)  # a str is quicker
 
     def _make_directories(self, name: str) -> None:
-        """Make the missing directories above."""
+        """Make the missing directories above the member `name`."""
         above = name.rpartition("/")[0]
         if above not in self._directories:
             self._make_directories(above)
@@ -165,7 +167,7 @@ class _Unpacking:
 
 
 def _checked_name(name: str) -> str:
-    """Return the name without `./` and `/` around it; empty for the directory itself."""
+    """Return the name without `./` and `/` around it; empty for the unpacked directory itself."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts:
         raise BadArchive(f"{name!r} leads out of the directory; name members by their path below it")

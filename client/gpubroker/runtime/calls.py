@@ -1,4 +1,4 @@
-"""The process of a worker of a set: an object that is made once, and whose methods are called."""
+"""The process of a worker of a set, which makes an object once and calls its methods."""
 
 import asyncio
 import inspect
@@ -31,23 +31,24 @@ from gpubroker.runtime.set_objects import Objects, SetObjects
 from gpubroker.runtime.task import RunningTask, Stopped, enter_task
 
 WORKER_SET_VARIABLE = "GPUBROKER_WORKER_SET"
-"""Set for workers of sets: JSON with how each takes calls."""
+"""The variable that marks the workers of sets: JSON with how each takes calls."""
 
 DONE, FAILED, REFUSED, LATE = "done", "failed", "refused", "late"
-"""The ways in which a call ends; of a refused or late one nothing has begun."""
+"""The endings of a call. The method of a refused or late call has not begun."""
 Answer = tuple[Any, ...]
-"""(done, result, seconds), (failed, kind, message, traceback), (refused, why) or (late, why)."""
+"""One of (done, result, seconds), (failed, kind, message, traceback), (refused, reason) and (late,
+reason)."""
 IS_READY: Answer = (DONE, b"null", 0.0)
 IS_LEAVING: Answer = (REFUSED, "the worker is leaving")
 IS_LATE: Answer = (LATE, "its time was over before its turn came")
 
 SENT_SECONDS = 1.0
-"""An answer is on its way by then: Ray sends it after its method has returned, and doesn't say when. The
-process of a run that has ended is killed."""
+"""The time in which an answer is surely sent. Ray sends it after its method has returned, and doesn't say
+when; the process of a run that has ended is killed."""
 TELL_SECONDS = 0.5
-"""The time between two looks at its load; a load that has changed is reported."""
+"""The time between two looks at the load of the process. A load that has changed is reported."""
 STILL_SECONDS = 10.0
-"""A load that stays as it was is told so often."""
+"""The time after which a load that has not changed is reported again."""
 TOLD_CPU_PERCENT = 5.0
 TRACEBACK_CHARS = 16_384
 PICKLED = "cloudpickle"
@@ -62,7 +63,8 @@ def is_worker(order: RunOrder) -> bool:
 
 
 class SetWorker:
-    """Made by the process; `work` is its run, in a thread of its own, and calls come from any other."""
+    """A worker of a set. Its process creates it, `work` is its run and has a thread of its own, and calls may
+    come from any other thread."""
 
     def __init__(self, order: RunOrder, journal: Journal, task: RunningTask, objects: RunObjects) -> None:
         terms = json.loads(order.env[WORKER_SET_VARIABLE])
@@ -75,9 +77,9 @@ class SetWorker:
         self._threads = ThreadPoolExecutor(self._max_concurrency, "call", enter_task, (task,))
         self._lock = threading.Lock()
         self._asked: set[Future[Answer]] = set()
-        """The questions whether the objects are made."""
+        """The requests that ask whether the objects are made."""
         self._waiting: dict[Future[Answer], Callable[[], Answer]] = {}
-        """The calls that have not begun, in order. One that is given up leaves, with its arguments."""
+        """The calls that have not begun, in order. A call that is given up is removed with its arguments."""
         self._running = self._answered = 0
         self._is_leaving = False
         self._answered_at = -inf
@@ -85,7 +87,7 @@ class SetWorker:
         self._made: Objects = {}
         """The objects, once they are made."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        """The event loop of coroutines."""
+        """The event loop on which coroutines run."""
         self._news = threading.Event()
 
     def work(self) -> RunOutcome:
@@ -96,9 +98,9 @@ class SetWorker:
             if isinstance(made, RunOutcome):
                 return made
             with self._lock:
-                self._made, self._asked, asked = made, set(), self._asked
+                self._made, self._asked, questions = made, set(), self._asked
                 self._begin()
-            for question in asked:
+            for question in questions:
                 _settle(question, IS_READY)
             return self._tend()
         except BaseException as fault:
@@ -107,15 +109,17 @@ class SetWorker:
             self._leave()
 
     async def call(self, role: str, method: str, form: str, arguments: bytes, seconds: float) -> Answer:
-        """Call a method. Without one, the answer comes as soon as the objects are made. A call that has not
-        begun within so many seconds never begins; one that has is answered when it ends."""
+        """Call a method and return the answer. Without a method, the answer comes as soon as the objects are
+        made. A call that has not begun within `seconds` never begins; one that has begun is answered when it
+        ends."""
         call = self.submit(role, method, form, arguments, seconds)
         answered = asyncio.wrap_future(call)
         await asyncio.wait({answered}, timeout=seconds)
         return IS_LATE if call.cancel() else await answered
 
     def submit(self, role: str, method: str, form: str, arguments: bytes, seconds: float) -> Future[Answer]:
-        """The future answer of a call, which leaves the queue only when its turn comes or it is cancelled."""
+        """Return the future answer of a call, which stays in the queue until its turn comes or it is
+        cancelled."""
         until = time.monotonic() + seconds
         call: Future[Answer] = Future()
         with self._lock:
@@ -151,7 +155,8 @@ class SetWorker:
                 self._asked.discard(call)
 
     def _begin(self) -> None:
-        """The lock is held. No call waits in the pool: there its arguments would outlive it."""
+        """Begin as many waiting calls as may run; the caller holds the lock. No call waits in the thread
+        pool, because the pool would keep its arguments after the call was given up."""
         while self._made and self._waiting and self._running < self._max_concurrency:
             call = next(iter(self._waiting))
             answer = self._waiting.pop(call)
@@ -191,15 +196,15 @@ class SetWorker:
         """Call the method and return its outcome. Raises what user code raises: the method, a property, or
         code that opens arguments or writes the result."""
         if role not in self._made:
-            known = ", ".join(sorted(filter(None, self._made))) or "none"
-            return _not_called("no_such_role", f"there is no role {role!r}; roles of this set: {known}")
+            roles = ", ".join(sorted(filter(None, self._made))) or "none"
+            return _not_called("no_such_role", f"there is no role {role!r}; roles of this set: {roles}")
         made = self._made[role]
         function = None if method.startswith("_") else getattr(made, method, None)
         if not callable(function):
             return _not_called("no_such_method", f"{type(made).__qualname__} has no public method {method!r}")
         try:
             args, kwargs = _arguments_of(form, arguments)
-            # Who may send a pickle may run any code, also where the set is of an entrypoint.
+            # Whoever may send a pickle may run any code, also in a set of an entrypoint.
             fetch = partial(self._objects.fetch, unpickles=form == PICKLED)
             call = with_objects(Invocation(function, tuple(args), dict(kwargs)), fetch)
         except CannotOpen as fault:
@@ -221,7 +226,7 @@ class SetWorker:
         return asyncio.run_coroutine_threadsafe(_awaited(value), self._event_loop()).result()
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of all calls: what a coroutine makes may belong to its loop."""
+        """Return the event loop of all calls, since what a coroutine makes may belong to its loop."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -229,7 +234,7 @@ class SetWorker:
             return self._loop
 
     def _tend(self) -> RunOutcome:
-        """Tell the load, and check the health."""
+        """Report the load and check the health until the run has to stop."""
         reported, told_at, cpu, looked_at = (-1, -1, 0.0), 0.0, time.process_time(), time.monotonic()
         while not self._task.should_stop:
             self._news.wait(TELL_SECONDS)
@@ -262,7 +267,7 @@ class SetWorker:
 
 
 def _not_called(kind: str, message: str) -> RunOutcome:
-    """Return a failure of a kind that ends a call, and never a run."""
+    """Return a failure of a kind that ends a call but never the run."""
     return failed(kind, message)
 
 

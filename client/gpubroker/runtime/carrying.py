@@ -11,7 +11,7 @@ import cloudpickle
 
 _DEEPEST = 8
 _MOST_PARTS = 1000
-"""The most parts of one value that are searched: an error message is not worth a long search."""
+"""The most parts of one value that are searched, because an error message is not worth a long search."""
 
 Fails = Callable[[Any], bool]
 Part = tuple[str, Any]
@@ -34,12 +34,12 @@ def is_not_json(value: Any) -> bool:
 
 
 def faulty_part(parts: Iterable[Part], fails: Fails) -> str | None:
-    """Return the name of the innermost part that fails, such as `argument 1['model'].lock`; None if each of
-    these can be carried by itself."""
-    found = _first(parts, fails)
-    if found is None:
+    """Return the name of the innermost part that fails, such as `argument 1['model'].lock`; None if each part
+    can be carried by itself."""
+    faulty = _first(parts, fails)
+    if faulty is None:
         return None
-    name, value = found
+    name, value = faulty
     for _ in range(_DEEPEST):
         inner = _first(_parts_of(name, value), fails)
         if inner is None:
@@ -49,13 +49,13 @@ def faulty_part(parts: Iterable[Part], fails: Fails) -> str | None:
 
 
 def call_parts(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Part]:
-    """Yield the arguments of a call. The first is number 1."""
+    """Yield the arguments of a call as parts. The first argument is number 1."""
     yield from ((f"argument {number}", value) for number, value in enumerate(args, start=1))
     yield from ((f"argument {name}", value) for name, value in kwargs.items())
 
 
 def function_parts(function: Callable[..., Any]) -> Iterator[Part]:
-    """Yield what travels with a function: the variables that it uses, its defaults, its object."""
+    """Yield what is pickled with a function: the variables that it uses, its defaults, its object."""
     if isinstance(function, partial):
         yield from function_parts(function.func)
         yield from call_parts(function.args, function.keywords)
@@ -63,7 +63,7 @@ def function_parts(function: Callable[..., Any]) -> Iterator[Part]:
         yield "self", function.__self__
     elif isinstance(function, FunctionType):
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            with suppress(ValueError):  # it has no value yet
+            with suppress(ValueError):  # the variable has no value yet
                 yield f"variable {name}", cell.cell_contents
         for name in _names_in(function.__code__):
             if name in function.__globals__:

@@ -31,22 +31,22 @@ class Collected(NamedTuple):
 
 
 def pattern_of(patterns: Sequence[str]) -> re.Pattern[str]:
-    """Return what matches the path of a file that one of the patterns names, or that is below a directory
-    which one names. `*` and `?` stand for characters of one name, `**` for any directories."""
+    """Return an expression for the paths of files that a pattern names, or that are below a directory that a
+    pattern names. `*` and `?` stand for characters of one name, `**` for any directories."""
     return re.compile("|".join(f"(?:{_regex_of(pattern)}(?:/.*)?)" for pattern in patterns), re.DOTALL)
 
 
 def _regex_of(pattern: str) -> str:
     parts = pattern.removesuffix("/").split("/")
-    found = ""
+    regex = ""
     for number, part in enumerate(parts):
         is_last = number == len(parts) - 1
         if part == "**":
-            found += ".+" if is_last else "(?:.*/)?"
+            regex += ".+" if is_last else "(?:.*/)?"
             continue
         named = "".join("[^/]*" if c == "*" else "[^/]" if c == "?" else re.escape(c) for c in part)
-        found += named if is_last else f"{named}/"
-    return found
+        regex += named if is_last else f"{named}/"
+    return regex
 
 
 class _Collecting:
@@ -99,13 +99,13 @@ class _Collecting:
         member.size, member.mode = status.st_size, status.st_mode & MODE_BITS
         member.mtime = int(status.st_mtime)
         self._archive.write(head_of(member))
-        left = member.size
-        while left and (part := file.read(min(left, _PART_BYTES))):
+        unwritten_bytes = member.size
+        while unwritten_bytes and (part := file.read(min(unwritten_bytes, _PART_BYTES))):
             self._archive.write(part)
-            left -= len(part)
-        while left:  # something has made it shorter meanwhile
-            self._archive.write(bytes(min(left, _PART_BYTES)))
-            left -= min(left, _PART_BYTES)
+            unwritten_bytes -= len(part)
+        while unwritten_bytes:  # the file became shorter meanwhile
+            self._archive.write(bytes(min(unwritten_bytes, _PART_BYTES)))
+            unwritten_bytes -= min(unwritten_bytes, _PART_BYTES)
         self._archive.write(filling_after(member.size))
 
     def _make_directories(self, path: str) -> None:
@@ -119,12 +119,12 @@ class _Collecting:
 
     def collected(self) -> Collected:
         most = f"{self._limits.most_bytes} bytes and {self._limits.most_files} files"
-        told = (
+        counts = (
             (self.beyond, f"beyond the limits of {most} (limits.output_bytes, limits.output_files)"),
             (self.unreadable, "that cannot be read"),
             (self.links, "that are links"),
         )
-        left_out = [f"{number} {why}" for number, why in told if number]
+        left_out = [f"{number} {why}" for number, why in counts if number]
         return Collected(self.files, f"left out: {', '.join(left_out)}" if left_out else "")
 
 
@@ -139,7 +139,8 @@ def _open_at(directory: int, name: str, flags: int) -> int:
 
 
 def collect(directory: str, patterns: Sequence[str], limits: ArchiveLimits, archive: BinaryIO) -> Collected:
-    """Write the archive. Raises OSError if the directory cannot be read, or the archive not be written."""
+    """Write the archive of the files that match. Raises OSError if the directory cannot be read, or the
+    archive cannot be written."""
     collecting = _Collecting(patterns, limits, archive)
     top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -30,7 +30,8 @@ class CommandTimeout(Exception):
 
 
 class Command:
-    """One command, in a process group of its own, so that the notice reaches what the command has started."""
+    """Runs one command in a process group of its own, so that the notice reaches all processes that the
+    command has started."""
 
     def __init__(self, words: Sequence[str], run: RunKey, task: RunningTask) -> None:
         self._words = words
@@ -39,15 +40,16 @@ class Command:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._end = -1
-        """A pidfd, readable once the command has ended; it is reaped later, so its pid stays its own."""
+        """A pidfd, readable once the command has ended. The command is reaped later, so its pid is not
+        reused."""
         self._had_notice = False
 
     def run(self, timeout_seconds: float | None = None) -> RunOutcome:
-        """Run it to its end. Raises CommandTimeout.
+        """Run the command to its end. Raises CommandTimeout if it takes longer than `timeout_seconds`.
 
-        Exit code 0 is success, unless the stop notice came first: then only a command that has reported
-        completion has succeeded, whatever its exit code, since the notice may have ended it. A command may
-        well save its work and exit with 0 because it was asked to stop.
+        Exit code 0 is success, unless the stop notice came first: a command may save its work and exit with 0
+        because it was asked to stop. After a notice, only a command that has reported completion has
+        succeeded, whatever its exit code, since the notice may have ended it.
         """
         with _reports_of(self._run, self._task) as reports:
             try:
@@ -72,7 +74,8 @@ class Command:
                     os.killpg(self._child.pid, signal.SIGTERM)
 
     def _start(self, reports: CommandReports | None) -> bool:
-        """Start it unless the run has to stop. Raises OSError and ValueError."""
+        """Start the command and return True; return False if the run has to stop. Raises OSError and
+        ValueError."""
         env = {name: text for name, text in os.environ.items() if name != REPORTS_VARIABLE}
         if reports is not None:
             env[REPORTS_VARIABLE] = reports.path
@@ -86,21 +89,21 @@ class Command:
         return True
 
     def _wait_for_end(self, reports: CommandReports | None, timeout_seconds: float | None) -> bool:
-        """False if the time was over before."""
+        """Wait until the command has ended; return False if the time is over first."""
         until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         ready = select.poll()
         ready.register(self._end, select.POLLIN)
         if reports is not None:
             ready.register(reports.descriptor, select.POLLIN)
         while not self._has_ended():
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
+            remaining_seconds = None if until is None else until - time.monotonic()
+            if remaining_seconds is not None and remaining_seconds <= 0:
                 return False
-            ready.poll(None if left is None else math.ceil(left * 1000))
+            ready.poll(None if remaining_seconds is None else math.ceil(remaining_seconds * 1000))
             if reports is not None:
                 reports.read()
         if reports is not None:
-            reports.read()  # what was written just before the end
+            reports.read()  # reports that were written just before the end
         return True
 
     def _has_ended(self) -> bool:
@@ -152,7 +155,7 @@ def how_it_ended(program: str, code: int) -> str:
 
 @contextlib.contextmanager
 def _reports_of(run: RunKey, task: RunningTask) -> Iterator[CommandReports | None]:
-    """Return the file of reports; None where none can be made: the command runs without."""
+    """Yield the file of reports, or None if none can be made: then the command runs without it."""
     try:
         reports = CommandReports(run, task, os.environ.get(INSTANCE_MARK, ""))
     except OSError as fault:

@@ -15,8 +15,7 @@ _READ_BYTES = 64 * 1024
 """The bytes that Linux keeps of a pipe that nobody reads (pipe(7), default capacity)."""
 _LINE_BYTES = 8192
 _MOST_COMPLAINTS = 10
-"""The unreadable lines that are logged per command. A command may use the file for something else, so the
-number is limited."""
+"""The most unreadable lines that are logged for one command, which may use the file for something else."""
 
 
 class CommandReports:
@@ -40,11 +39,11 @@ class CommandReports:
         self.completed = False
         """True once the command has reported completion."""
         self._begun = b""
-        """The beginning of a line whose end has not arrived yet."""
+        """The beginning of a line whose end has not been read yet."""
         self._complaints = 0
 
     def read(self) -> None:
-        """Pass on the reports that have been written so far. Never waits."""
+        """Pass on the reports that have been written so far, without waiting."""
         try:
             data = os.read(self.descriptor, _READ_BYTES)
         except BlockingIOError:

@@ -46,11 +46,11 @@ class RunHost:
     """
 
     def __init__(self, journal: Journal, open_shared: Callable[[Any], memoryview] = memoryview) -> None:
-        """`open_shared`: the bytes of an object, from what the agent gives for it."""
+        """`open_shared` returns the bytes of an object, from what the agent sends for it."""
         self._journal = journal
         self._open_shared = open_shared
         self.orders: dict[RunKey, RunOrder] = {}
-        """Runs that have not ended."""
+        """The runs that have not ended."""
         self._tasks: dict[RunKey, RunningTask] = {}
         self._workers: dict[RunKey, ItemWorker] = {}
         """The workers of arrays."""
@@ -68,12 +68,13 @@ class RunHost:
         return bool(self.orders)
 
     def start_shared(self, order: RunOrder, *, tell_output: bool = True) -> None:
-        """Run it in a thread, beside others. What it prints is reported, if `tell_output`."""
+        """Run the order in a thread, beside other runs. With `tell_output`, what the run prints is
+        reported."""
         output = MemoryOutput((lambda: self._note_output(order.key, output)) if tell_output else None)
         self._submit(order, RunningTask(order, self._journal), output)
 
     def start_alone(self, order: RunOrder, setup: ProcessSetup, log: Path) -> None:
-        """Give it the whole process; the process must not be used again."""
+        """Give the whole process to the run; the process must not be used again."""
         try:
             output = FileOutput(log)
             output.take_over()
@@ -91,7 +92,7 @@ class RunHost:
         self._submit(order, task, output)
 
     def stop(self, key: RunKey) -> None:
-        """Give notice. Nothing happens if the run has ended."""
+        """Give the stop notice to the run. Nothing happens if it has ended."""
         task = self._tasks.get(key)
         if task is not None:
             task.give_notice()
@@ -109,13 +110,14 @@ class RunHost:
             task.resize(ranks, number)
 
     def answer_items(self, key: RunKey, number: int, held: Iterable[Sequence[int]], *, is_over: bool) -> None:
-        """The answer to a report of items. Nothing happens if the run has ended."""
+        """Hand the answer to a report of items to the run. Nothing happens if it has ended."""
         worker = self._workers.get(key)
         if worker is not None:
             worker.take(number, held, is_over=is_over)
 
     def take_object(self, key: RunKey, id: str, shared: Any, failure: tuple[str, str] | None) -> None:
-        """The object that the run waits for, or why it does not get it. Nothing happens if it has ended."""
+        """Hand the run the object that it waits for, or the failure to get the object. Nothing happens if the
+        run has ended."""
         if (objects := self._objects.get(key)) is not None:
             objects.take(id, shared, failure)
 
@@ -126,7 +128,7 @@ class RunHost:
             objects.answer_part(digest, stored_bytes, failure)
 
     def report_again(self, key: RunKey) -> None:
-        """Repeat how far the run is: an earlier agent may not have forwarded it."""
+        """Repeat the progress of the run, since an earlier agent may not have forwarded it."""
         if key in self._tasks:
             self._journal.add(started(key, os.getpid()))
             if (objects := self._objects.get(key)) is not None:
@@ -158,7 +160,7 @@ class RunHost:
         if printing is not None:
             leave_output(printing)
         thread.name = idle_name
-        # Reported before it is removed: a reader that sees no run left has every end.
+        # The end is reported before the run is removed, so that a reader that sees no run has all ends.
         self._journal.add(ended(key, outcome, output.tail()), after_news_of=key)
         self._workers.pop(key, None)
         self.set_workers.pop(key, None)

@@ -19,7 +19,7 @@ PLAIN_FUNCTION = "__gpubroker_function__"
 """The attribute under which a decorated task keeps the function itself."""
 
 _MOST_PLACES = 6
-"""An error names at most so many of the directories that are not Python's own."""
+"""The most directories, other than Python's own, that an error message names."""
 
 
 class CannotOpen(Exception):
@@ -37,12 +37,12 @@ class Invocation(NamedTuple):
 
 
 def opened(order: RunOrder) -> Invocation:
-    """The function of an entrypoint, or a pickled one, with its arguments. Raises CannotOpen."""
+    """Return the function of an entrypoint, or a pickled one, with its arguments. Raises CannotOpen."""
     return _opened_function(order) if order.kind == "function" else _opened_entrypoint(order)
 
 
 def called(call: Invocation, order: RunOrder, store: Store, task: RunningTask) -> RunOutcome:
-    """Call it in this thread and return its outcome. `store` takes a result that is too large."""
+    """Call the function in this thread and return its outcome. `store` takes a result that is too large."""
     try:
         value = call.function(*call.args, **call.kwargs)
         if inspect.isawaitable(value):
@@ -60,7 +60,7 @@ def called(call: Invocation, order: RunOrder, store: Store, task: RunningTask) -
 
 
 def with_objects(call: Invocation, fetch: Callable[[str], Any]) -> Invocation:
-    """Put objects in place of the arguments that name them. Raises what `fetch` raises."""
+    """Return the call with objects in place of the arguments that name them. Raises what `fetch` raises."""
     args = tuple(with_object(value, fetch) for value in call.args)
     return Invocation(
         call.function, args, {name: with_object(value, fetch) for name, value in call.kwargs.items()}
@@ -99,8 +99,8 @@ def _opened_entrypoint(order: RunOrder) -> Invocation:
 
 
 def _check_home(entrypoint: str, function: Any) -> None:
-    """Refuse a function that the module only imports: permission for a module covers its own functions and
-    those of its package."""
+    """Refuse a function that its module only imports: permission for a module covers its own functions and
+    those of its package. Raises CannotOpen."""
     module_name, _, path = entrypoint.partition(":")
     home = getattr(function, "__module__", None) or "builtins"
     if home == module_name or home.startswith(f"{module_name}."):
@@ -133,7 +133,7 @@ def _opened_function(order: RunOrder) -> Invocation:
 
 
 def _how_to_bring(fault: BaseException) -> str:
-    """Return what to do so that the module which a function needs is there."""
+    """Return what to do so that the module which a function needs can be imported."""
     name = fault.name if isinstance(fault, ModuleNotFoundError) and fault.name else ""
     module = f"module {name.partition('.')[0]}" if name else "its module"
     named = f'modules=["{name.partition(".")[0]}"]' if name else "modules=[...]"

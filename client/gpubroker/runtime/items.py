@@ -1,4 +1,4 @@
-"""The process of a worker of an array: one function or command, called for each item that it is given."""
+"""The process of a worker of an array, which calls one function or command for each item that it gets."""
 
 import ctypes
 import json
@@ -39,30 +39,32 @@ from gpubroker.runtime.run_objects import RunObjects
 from gpubroker.runtime.task import RunningTask, Stopped
 
 ARRAY_VARIABLE = "GPUBROKER_ARRAY"
-"""Set for workers of arrays: JSON with the limits of an item, and whether the items are pickled."""
+"""The variable that marks workers of arrays: JSON with the limits of an item, and whether the items are
+pickled."""
 
 REPORT_SECONDS = 0.5
-"""The time between two reports of results, also while an item runs. If no items are left here, results are
-reported at once."""
+"""The time between two reports of results, also while an item runs. When no items are left in this process,
+results are reported at once."""
 LOW_SECONDS = 0.1
-"""Results are also reported at once when only this much work is left here: it lasts until the answer, which
-brings further items, has come."""
+"""Results are also reported at once when the items left in this process take less than this time, which is
+enough for the answer with further items to arrive."""
 AHEAD_SECONDS = 1.0
-"""The seconds of work that are wanted here, so that no report has to be waited for."""
+"""The seconds of work to keep in this process, so that it never waits for the answer to a report."""
 AGAIN_SECONDS = 2.0
-"""A report without an answer is repeated: it may have been lost."""
+"""The time after which a report without an answer is repeated, because it may have been lost."""
 MOST_UNANSWERED_BYTES = 16 * 2**20
-"""The next item waits while more results than this are not acknowledged."""
+"""The next item waits while more bytes of results than this are not acknowledged."""
 TRACEBACK_CHARS = 4096
 STUCK_SECONDS = 2.0
-"""An item that does not end after its time limit, because it is not in Python code, ends with its process."""
+"""The time after an item's time limit at which its process is ended, because the item is not in Python code
+and cannot be interrupted."""
 PLACEHOLDER = "{}"
 """The part of a command's words that an item replaces; without it, the item becomes the last word."""
 IMPORT_FAILED = "array_import_failed"
-"""The failure kind of a worker that would fail as often as it is tried."""
+"""The kind of a failure to import, with which a worker fails however often it is tried."""
 FAILURE, TIMEOUT = "failure", "timeout"
-"""The causes that may use a retry of an item; the second is also the kind of its failure at its time
-limit."""
+"""The causes that may use a retry of an item. The second is also the kind of the failure of an item that
+reached its time limit."""
 _LENGTH_BYTES = 8
 
 
@@ -71,7 +73,7 @@ class ItemTimeout(BaseException):
 
 
 class _Stuck(Exception):
-    """The run has been reported as ended."""
+    """The run was reported as ended because its item could not be interrupted."""
 
 
 def is_array(order: RunOrder) -> bool:
@@ -79,13 +81,15 @@ def is_array(order: RunOrder) -> bool:
 
 
 def parted(packed: bytes) -> tuple[bytes, bytes]:
-    """The arguments of a worker: those of the function, and all items, as a JSON list or a pickled one."""
+    """Return the two parts of a worker's arguments: those of the function, and all items as a JSON list or a
+    pickled list."""
     begin = _LENGTH_BYTES + int.from_bytes(packed[:_LENGTH_BYTES], "big")
     return packed[_LENGTH_BYTES:begin], packed[begin:]
 
 
 class ItemWorker:
-    """Works through the items that it holds, in a thread of its own; other threads call `take` and `wake`."""
+    """Works through the items that the worker holds, in a thread of its own; other threads call `take` and
+    `wake`."""
 
     def __init__(
         self,
@@ -112,7 +116,7 @@ class ItemWorker:
         self._current: int | None = None
         self._tries = 0
         self._results: deque[tuple[int, ItemResult]] = deque()
-        """The results that are not answered yet, with the number of the first report that had them."""
+        """The results without an answer, each with the number of the first report that contained it."""
         self._unanswered_bytes = 0
         self._number = 0
         """The number of the last report."""
@@ -124,10 +128,10 @@ class ItemWorker:
         self._command: Command | None = None
         """The command of the current item."""
         self._watch: _Watch | None = None
-        """The watch of a function; a command is waited for."""
+        """Watches the time of a function. A command needs no watch: it is waited for with a timeout."""
 
     def take(self, number: int, held: Iterable[Sequence[int]], *, is_over: bool) -> None:
-        """The answer to a report."""
+        """Take the answer to a report."""
         with self._lock:
             if number <= self._answered:
                 return
@@ -142,7 +146,7 @@ class ItemWorker:
         self._news.set()
 
     def work(self) -> RunOutcome:
-        """Work until no item is left for this worker, or it has to stop."""
+        """Work until no item is left for this worker, or the worker has to stop."""
         self._task.call_on_stop(self._on_stop)
         try:
             values, call = self._opened()
@@ -173,7 +177,7 @@ class ItemWorker:
             call = with_objects(opened(self._order), self._objects.fetch)
         try:
             packed = self._packed_items
-            # To unpickle runs code of the submitter, which only a function may.
+            # Unpickling runs code of the submitter, which is allowed only for a function.
             is_pickled = self._pickled and self._order.kind == "function"
             values = cloudpickle.loads(packed) if is_pickled else json.loads(packed)
             return list(values), call
@@ -223,29 +227,30 @@ class ItemWorker:
 
     @property
     def _runs_low(self) -> bool:
-        """True right after the item with which the work becomes little, so once for each answer."""
-        left = len(self._todo)
-        return left > 0 and left * self._each_seconds <= LOW_SECONDS < (left + 1) * self._each_seconds
+        """True right after the item with which the remaining work gets below LOW_SECONDS, so only once for
+        each answer."""
+        todo = len(self._todo)
+        return todo > 0 and todo * self._each_seconds <= LOW_SECONDS < (todo + 1) * self._each_seconds
 
     @property
     def _each_seconds(self) -> float:
-        """The mean time of an item."""
+        """The mean time of an item, in seconds."""
         return self._seconds / self._done if self._done else AHEAD_SECONDS
 
     def _report(self, *, leaving: bool = False) -> None:
-        """Report all results that are not answered, in place of the report before."""
+        """Report all results without an answer, in place of the previous report."""
         with self._lock:
             self._number += 1
             self._reported_at = time.monotonic()
             wanted = 0 if leaving else min(2**20, max(1, int(AHEAD_SECONDS / max(self._each_seconds, 1e-6))))
-            self._seconds, self._done = self._seconds / 2, self._done / 2  # the latest count most
+            self._seconds, self._done = self._seconds / 2, self._done / 2  # recent items count most
             held = [*([] if self._current is None else [self._current]), *self._todo]
             results = [result for _, result in self._results]
             report = items(self._order.key, self._number, results, list(_ranges(sorted(held))), wanted)
             self._journal.note(self._order.key, report, AT_ONCE)
 
     def _result_of(self, number: int, values: Sequence[Any], call: Invocation | None) -> ItemResult | None:
-        """Return the result of an item; None if a notice to stop broke it off."""
+        """Return the result of an item; None if a stop notice interrupted the item."""
         began, self._tries = time.perf_counter(), 0
         while True:
             self._tries += 1
@@ -290,13 +295,14 @@ class ItemWorker:
         if outcome.result_format != "object" or self._order.result_format != "cloudpickle":
             return outcome
         named = ObjectRef(json.loads(outcome.result or b"")["object"])
-        return replace(outcome, result=cloudpickle.dumps(named))  # as all results of this array
+        return replace(outcome, result=cloudpickle.dumps(named))  # in the format of this array's results
 
     def _timed_out(self) -> RunOutcome:
         return failed(TIMEOUT, f"the item took longer than {self._timeout_seconds:g} s")
 
     def _give_up(self, number: int) -> None:
-        """The thread of the item cannot be interrupted: the run ends here. Another may try the item again."""
+        """End the run because the thread of the item cannot be interrupted. Another worker may try the item
+        again."""
         with self._lock:
             seconds = (self._timeout_seconds or 0.0) + STUCK_SECONDS
             result = _item_result(number, seconds, self._tries, self._timed_out())
@@ -326,7 +332,7 @@ class ItemWorker:
 
 
 class _Watch:
-    """Watches the time of the item that one thread works on, from another thread."""
+    """Watches, from another thread, the time of the item that a thread works on."""
 
     def __init__(self, seconds: float, give_up: Callable[[int], None]) -> None:
         self._seconds = seconds
@@ -345,7 +351,7 @@ class _Watch:
             self._ends_at = time.monotonic() + self._seconds
 
     def end(self) -> bool:
-        """End the watch, and return True if the time was over. Raises _Stuck if the run has been given up
+        """End the watch, and return True if the time was over. Raises _Stuck if the run was given up
         meanwhile."""
         with self._lock:
             self._ends_at = math.inf
@@ -370,8 +376,8 @@ class _Watch:
 
 
 def _raise_in(thread: int, fault: type[BaseException] | None) -> None:
-    """Raise an exception in a thread, at its next step in Python code. None: take back what has not been
-    raised yet."""
+    """Raise an exception in a thread at its next step in Python code. With None, take back an exception that
+    has not been raised yet."""
     given = None if fault is None else ctypes.py_object(fault)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), given)
 
@@ -391,8 +397,8 @@ def _size_bytes(result: ItemResult) -> int:
 
 
 def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first number of each range without gaps, and the number after its last. `numbers` are in
-    order."""
+    """Yield the first number of each range without gaps, and the number after its last. `numbers` are
+    sorted."""
     first = 0
     for index in range(1, len(numbers) + 1):
         if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:

@@ -8,12 +8,13 @@ from gpubroker.runtime.messages import Report
 
 AT_ONCE = 0.0
 SOON = 0.004
-"""The report of a start may wait so long for that of the end, so that a short run costs one message."""
+"""The seconds that the report of a start may wait for that of the end, so that a short run costs one
+message."""
 LAZILY = 0.1
-"""Progress is sent at most this often; only the newest of a run is kept."""
+"""The seconds between two reports of a run's progress. Only the newest progress is kept."""
 
 START_OVER = -1
-"""The number acknowledged by a reader that does not know what the reader before it got."""
+"""The number that a reader acknowledges if it does not know which reports the reader before it received."""
 
 
 class Journal:
@@ -28,8 +29,8 @@ class Journal:
         self._lock = threading.Lock()
         self._entries: deque[tuple[int, Report]] = deque()
         self._news: dict[Hashable, dict[str, Report | Callable[[], Report]]] = {}
-        """The news that are noted and not taken yet: key -> kind -> the newest, or what makes it when it is
-        taken."""
+        """News that are noted and not taken yet: key -> kind -> the newest report, or a function that makes
+        it."""
         self._last = 0
         self._taken = 0
         self._due: float | None = None
@@ -63,10 +64,11 @@ class Journal:
             self._wake(delay_seconds)
 
     def take(self, acknowledged: int, limit_bytes: int) -> list[tuple[int, Report]]:
-        """The reports that were not taken before, numbered; stops after the one that exceeds the limit.
+        """Return the reports that were not taken before, with their numbers; stop after the report that
+        exceeds the limit.
 
-        Reports up to the number `acknowledged` are dropped. START_OVER acknowledges none and takes all that
-        are kept.
+        Reports up to the number `acknowledged` are dropped. START_OVER acknowledges none and returns all
+        reports that are kept.
         """
         with self._lock:
             while self._entries and self._entries[0][0] <= acknowledged:
@@ -88,7 +90,7 @@ class Journal:
             return self._taken < self._last or bool(self._news)
 
     def is_received(self, acknowledged: int) -> bool:
-        """Return True if its reader, having acknowledged so much, has everything."""
+        """True if the reader that has acknowledged this number has received everything."""
         with self._lock:
             return not self._news and self._last <= acknowledged
 
@@ -97,8 +99,8 @@ class Journal:
         self._entries.append((self._last, report() if callable(report) else report))
 
     def _untaken(self) -> Iterator[tuple[int, Report]]:
-        """Return the news that are not taken yet. They get their numbers when they are taken: until then
-        newer ones replace them."""
+        """Yield the news that are not taken yet. They get their numbers only when they are taken, since newer
+        ones replace them until then."""
         yield from [entry for entry in self._entries if entry[0] > self._taken]
         while self._news:
             key = next(iter(self._news))
@@ -116,7 +118,8 @@ class Journal:
 
 
 def _size_bytes(report: Sequence[object]) -> int:
-    """Return the size of the results, checkpoints and logs in a report, also of items in a list."""
+    """Return the size of the results, checkpoints and logs in a report, including those of items in a
+    list."""
     size = 0
     for part in report:
         kind = type(part)

@@ -10,8 +10,8 @@ BATCH_BYTES = 32 * 1024 * 1024
 
 
 class Mailbox:
-    """A mailbox for the reader of reports. It belongs to the event loop it is made in. Its journal may be
-    written from any thread."""
+    """A journal whose reader waits for reports. It belongs to the event loop in which it is made. Any thread
+    may write to its journal."""
 
     def __init__(self) -> None:
         self.journal = Journal(self._wake)
@@ -22,8 +22,8 @@ class Mailbox:
     async def read(
         self, acknowledged: int, *, may_come: Callable[[], bool], timeout_seconds: float | None = None
     ) -> list[tuple[int, Report]]:
-        """Wait for reports. Empty if a later read replaces this one, if the time is up, or if no more reports
-        may come."""
+        """Wait for reports and return them. Return no reports if a later read replaces this one, if the time
+        is up, or if no more reports can come."""
         self.close()
         self._ripe |= acknowledged == START_OVER
         while True:
@@ -62,7 +62,7 @@ class Mailbox:
             _resolve(self._reader, True)
 
     def close(self) -> None:
-        """End a read that waits."""
+        """End a read that is waiting."""
         if self._reader is not None:
             _resolve(self._reader, False)
             self._reader = None

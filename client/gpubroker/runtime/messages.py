@@ -1,4 +1,5 @@
-"""Orders of a node agent to the process of a run, and its reports. Plain tuples, so any wire carries them.
+"""Orders of a node agent to the process of a run, and reports of this process. They are plain tuples, so any
+wire carries them.
 
 Every report is a tuple `(kind, task, fence, rank, at, ...)`; `at` is seconds since 1970 on this machine's
 clock. The agent forwards reports unchanged.
@@ -12,11 +13,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 PROTOCOL = 8
-"""The number of the form in which agent and run process speak; first value of every call of the agent."""
+"""The number of the form in which agent and run process communicate; the first value of every call of the
+agent."""
 SPOKEN = (5, 6, 7, PROTOCOL)
-"""The forms that this release speaks, the newest last. A run outlives the agent that started its process, and
-an agent starts processes of the software that is installed by then, so a release also speaks the forms since
-the last release. Both sides take the newest that they share."""
+"""The forms that this release understands, the newest last. A run outlives the agent that started its
+process, and an agent starts processes of the software that is installed by then, so a release also
+understands the forms since the last release. Both sides use the newest form that they share."""
 
 TELLS_OUTPUT = 6
 """The first form in which a shared process reports what its runs print."""
@@ -25,11 +27,12 @@ RESIZES = 6
 """The first form in which a process knows that ranks may join its task."""
 
 KNOWS_NOTICE = 7
-"""The first form in which a process says that a command which ended after the stop notice was stopped, unless
-the command reported completion. Before, exit code 0 was success in any case."""
+"""The first form in which a process reports a command that ended after the stop notice as stopped, unless the
+command reported completion. In earlier forms, exit code 0 was success in any case."""
 
 KNOWS_UPLOADS = 8
-"""From this form on, a process knows that its directory is a copy of an upload, whose modules come first."""
+"""The first form in which a process knows that its directory is a copy of an upload, whose modules come first
+on Python's path."""
 
 ENDED_WELL = b'{"exit_code":0}'
 """The result of a command that ended with exit code 0."""
@@ -40,11 +43,12 @@ PROGRESS_CHARS = 500
 MESSAGE_CHARS = 4096
 TRACEBACK_BYTES = 64 * 1024
 MOST_HELD = 20_000
-"""The most items of an array that one run holds."""
+"""The largest number of items of an array that one run holds."""
 
 Report = tuple[Any, ...]
 ItemResult = tuple[int, float, int, bytes | None, tuple[str, str, str] | None]
-"""(number, seconds, tries, result, failure) of an item of an array; a failure as in `ended`."""
+"""(number, seconds, tries, result, failure) of an item of an array; the failure has the form that `ended`
+gives it."""
 
 
 class RunKey(NamedTuple):
@@ -60,12 +64,12 @@ class RunKey(NamedTuple):
 
 
 OF_DIRECTORIES = ("upload", "outputs")
-"""Fields of a RunOrder."""
+"""The fields of a RunOrder that concern directories, which earlier releases do not know."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOrder:
-    """Everything one run needs. `leases` are (device UUID, MiB), in the order of CUDA's numbering."""
+    """Everything that one run needs. `leases` are (device UUID, MiB), in the order of CUDA's numbering."""
 
     task: str
     fence: int
@@ -87,23 +91,26 @@ class RunOrder:
     result_limit_bytes: int = 64 * 1024 * 1024
     checkpoint_limit_bytes: int = 16 * 1024 * 1024
     priority: int = 0
-    """The highest priority of those that wait for a process gets the next one."""
+    """The priority of the run. Of the runs that wait for a process, the one with the highest priority gets
+    the next."""
     world_size: int = 1
     barrier: bool = False
-    """Report when ready, and begin user code when all ranks are ready."""
+    """True to report when the process is ready, and to begin user code when all ranks are ready."""
     memory_mb: int = 0
     """The host memory that the run asked for."""
     upload: str = ""
-    """Id of the object with the directory that it works in; `working_directory` is the run's copy."""
+    """The id of the object with the uploaded directory; `working_directory` is the run's copy of this
+    directory."""
     outputs: tuple[str, ...] = ()
-    """Patterns of the files there that are collected when it has ended."""
+    """The patterns of the files in the run's directory that are collected at its end."""
 
     @property
     def key(self) -> RunKey:
         return RunKey(self.task, self.fence, self.rank)
 
     def to_wire(self) -> dict[str, Any]:
-        """Without fields of directories if it has none: earlier releases do not know them."""
+        """Return the fields of the order, without those of directories if they are empty: earlier releases do
+        not know them."""
         left_out = () if self.upload or self.outputs else OF_DIRECTORIES
         return {name: getattr(self, name) for name in _names_of(RunOrder) if name not in left_out}
 
@@ -124,29 +131,29 @@ class RunFault:
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
     ending: str
-    """The way in which it ended: succeeded, failed or stopped; an agent also writes lost and
-    never_started."""
+    """The ending of the run: succeeded, failed or stopped; an agent also writes lost and never_started."""
     result: bytes | None = None
     result_format: str = "json"
-    """The form of the result: json, cloudpickle or object, which is JSON with `object`, the id of the object
-    that the result has become."""
+    """The format of the result: json, cloudpickle or object, which is JSON whose field `object` is the id of
+    the object that the result has become."""
     fault: RunFault | None = None
 
 
 def known_fields(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a message that a constructor takes. Another release may have written it: a field
-    that this release does not know is left out, and one that the other did not know gets its default."""
+    """Return the fields of a message that a constructor takes. Another release may have written the message:
+    fields that this release does not know are left out, and fields that the other release did not know get
+    their defaults."""
     return {name: given[name] for name in _names_of(cls) if name in given}
 
 
 @cache
 def _names_of(cls: Any) -> tuple[str, ...]:
-    """Return the names of the fields of a dataclass, which `fields` finds anew at each call."""
+    """Return the names of the fields of a dataclass, cached because `fields` computes them at each call."""
     return tuple(f.name for f in fields(cls))
 
 
 def newest_shared(spoken_there: Iterable[int]) -> int | None:
-    """The newest form that both sides speak; None if there is none."""
+    """Return the newest form that both sides understand; None if there is none."""
     return max(set(SPOKEN).intersection(spoken_there), default=None)
 
 
@@ -155,8 +162,8 @@ def failed(kind: str, message: str, traceback: str = "") -> RunOutcome:
 
 
 def plain_text(text: str, limit: int) -> str:
-    """Return the text as every wire, database and screen takes it: no surrogates, no NUL, at most `limit`
-    characters."""
+    """Return the text without surrogates and NUL, cut to `limit` characters, so that every wire, database and
+    screen accepts it."""
     return text[:limit].encode(errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
@@ -165,7 +172,7 @@ def started(key: RunKey, pid: int) -> Report:
 
 
 def ready(key: RunKey, address: str) -> Report:
-    """`address`: ip:port on this node, on which no process listens yet."""
+    """Report that a rank is ready. `address` is an ip:port on this node on which no process listens yet."""
     return ("ready", *key, time.time(), address)
 
 
@@ -194,7 +201,7 @@ def items(
 
 
 def wanted(key: RunKey, id: str) -> Report:
-    """The run opens the object with this id, and waits for it."""
+    """Report that the run waits for the object with this id."""
     return ("wanted", *key, time.time(), id)
 
 
@@ -219,13 +226,14 @@ def ended(key: RunKey, outcome: RunOutcome, log_tail: bytes) -> Report:
 
 
 def is_unproven_end(report: Report, protocol: int) -> bool:
-    """True if the report of an end, by a process that speaks this form, says only that a command ended with
-    exit code 0: a stop notice may have been the reason."""
+    """True if the process speaks this protocol and the report says only that a command ended with exit code
+    0: a stop notice may have been the reason."""
     return protocol < KNOWS_NOTICE and report[5:7] == ("succeeded", ENDED_WELL)
 
 
 def is_report(given: Any) -> bool:
-    """True if this is a report of a run. User code runs in the same process and may have written anything."""
+    """True if the value is a report of a run. User code runs in the same process and may have written
+    anything."""
     if type(given) is not tuple or len(given) < 5 or type(given[0]) is not str:
         return False
     fields = _FIELDS.get(given[0])
@@ -240,7 +248,8 @@ def is_report(given: Any) -> bool:
 
 
 def carriable(report: Any) -> Report:
-    """The report; or the end of its run if it is malformed, so that it does not hold up other runs."""
+    """Return the report; if it is malformed, return an end of its run instead, so that it does not hold up
+    other runs."""
     if is_report(report):
         return tuple(report)
     if not isinstance(report, tuple) or not _is_key(report[1:4]):
@@ -315,7 +324,8 @@ _FAILURE = (_is_text(64), _is_text(MESSAGE_CHARS), _is_text(TRACEBACK_BYTES))
 
 
 def _is_item(item: Any) -> bool:
-    # Written out: an array has many items, and a call for each value took half of the agent's time for them.
+    # Written out, because an array has many items: a call for each value took half of the agent's time for
+    # them.
     if type(item) is not tuple or len(item) != 5:
         return False
     number, seconds, tries, result, failure = item
@@ -357,4 +367,4 @@ _FIELDS: Mapping[str, tuple[Fits, ...]] = {
     "printed": (_is_bytes, _is_bytes),
     "ended": (_is_ending, _is_bytes_or_none, _is_format, _is_failure_or_none, _is_bytes),
 }
-"""The values after kind, key and time in each report."""
+"""The checks of the values after kind, key and time in each kind of report."""

@@ -1,7 +1,7 @@
-"""Objects as arguments: what names one in a call, how a value is written as one, and how a run opens it.
+"""Objects as arguments: how a call names one, how a value is written as one, and how a run opens it.
 
-A run reads an object where the node keeps it, in memory that all its runs share. So what is opened here is
-read-only, and arrays are not copied.
+A run reads an object in memory that all runs of the node share. Therefore opened objects are read-only, and
+arrays are not copied.
 """
 
 import ast
@@ -24,14 +24,14 @@ JSON_MARK = b"\x93GPUBROKERJ\n"
 _PYTHON_BYTES = 8
 _NUMBER_BYTES = 8
 _ALIGNED_TO = 64
-"""Buffers begin at multiples of this, for vector instructions."""
+"""Buffers begin at multiples of this number of bytes, for vector instructions."""
 
 _ID = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectRef:
-    """Names a stored object. As an argument of a task, the function gets the object itself."""
+    """The name of a stored object. A task's function that has it as an argument gets the object itself."""
 
     id: str
     size_bytes: int = field(default=0, compare=False)
@@ -52,7 +52,8 @@ class UnreadableObject(ValueError):
 
 
 def named_object(value: Any) -> str | None:
-    """The id of the object that this argument names: an ObjectRef, or `{"object": id}`."""
+    """Return the id of the object that this argument names: an ObjectRef, or `{"object": id}`. None if it
+    names none."""
     if isinstance(value, ObjectRef):
         return value.id
     if type(value) is dict and len(value) == 1 and type(id := value.get("object")) is str:
@@ -62,7 +63,7 @@ def named_object(value: Any) -> str | None:
 
 def object_buffers(value: Any) -> Sequence[bytes | memoryview]:
     """Return the buffers of a value: bytes as they are, a numpy array as a .npy file, anything else pickled,
-    with its arrays beside.
+    with its arrays in buffers of their own.
 
     Large values are not copied. Raises what pickling raises.
     """
@@ -73,7 +74,7 @@ def object_buffers(value: Any) -> Sequence[bytes | memoryview]:
         try:
             return _array_buffers(numpy, value)
         except ValueError:
-            pass  # its names of fields do not fit into the header
+            pass  # the names of its fields do not fit into the header
     return pickled_buffers(value)
 
 
@@ -86,10 +87,11 @@ def _array_buffers(numpy: Any, array: Any) -> Sequence[bytes | memoryview]:
 
 
 def pickled_buffers(value: Any, *, beside: bool = True) -> Sequence[bytes | memoryview]:
-    """The mark, the Python minor, the number of parts, the length of each, and the parts: first the pickle,
-    then its buffers. Each part is aligned.
+    """Return the mark, the Python minor version, the number of parts, the length of each part, and the parts:
+    first the pickle, then its buffers. Each part is aligned.
 
-    `beside`: with buffers such as those of arrays beside the pickle, which are read-only where it is opened.
+    With `beside`, buffers such as those of arrays are parts of their own, which are read-only where the
+    object is opened.
     """
     buffers: list[pickle.PickleBuffer] = []
     packed = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append if beside else None)
@@ -106,9 +108,9 @@ def pickled_buffers(value: Any, *, beside: bool = True) -> Sequence[bytes | memo
 
 
 def opened_object(view: memoryview, *, unpickles: bool) -> Any:
-    """A read-only array, the value that was pickled or is JSON, or the bytes as a read-only view.
+    """Return a read-only array, the value that was pickled or is JSON, or the bytes as a read-only view.
 
-    `unpickles`: the submitter may run code of its own here. Raises UnreadableObject.
+    `unpickles` allows to unpickle, which lets the submitter run code of its own. Raises UnreadableObject.
     """
     view = view.toreadonly()
     if view[: len(ARRAY_MARK)] == ARRAY_MARK:

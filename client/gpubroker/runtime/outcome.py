@@ -18,7 +18,7 @@ _OURS = str(Path(__file__).parent)
 
 
 Store = Callable[[bytes], str]
-"""Makes an object of a result and returns its id. Raises NotStored, Stopped."""
+"""A function that makes an object of a result and returns its id. It raises NotStored or Stopped."""
 
 
 class NotStored(Exception):
@@ -26,8 +26,8 @@ class NotStored(Exception):
 
 
 def succeeded(value: Any, result_format: str, limit_bytes: int, store: Store) -> RunOutcome:
-    """The value in its wire form, or a failure that says why it cannot be written. One that is larger than
-    the limit becomes an object."""
+    """Return the outcome with the value in its wire form, or a failure that says why it cannot be written. A
+    value larger than the limit becomes an object."""
     try:
         data = cloudpickle.dumps(value) if result_format == "cloudpickle" else _as_json(value)
         if len(data) <= limit_bytes:
@@ -50,7 +50,8 @@ def succeeded(value: Any, result_format: str, limit_bytes: int, store: Store) ->
 
 
 def raised(fault: BaseException) -> RunOutcome:
-    """Every exception of user code fails the run; `Stopped` ends it as stopped."""
+    """Return the outcome for an exception of user code: `Stopped` ends the run as stopped, any other
+    exception as failed."""
     if isinstance(fault, Stopped):
         return RunOutcome("stopped")
     return failed("exception", describe(fault), trace_of(fault))
@@ -67,7 +68,7 @@ def describe(fault: BaseException) -> str:
 
 
 def trace_of(fault: BaseException) -> str:
-    """The traceback without frames of this package; of a long one the beginning and the end."""
+    """Return the traceback without the frames of this package; a long traceback is cut in its middle."""
     frames = fault.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
         frames = frames.tb_next

@@ -1,4 +1,4 @@
-"""The output of runs, one stream apart from the other: standard output and standard error."""
+"""The output of runs, with standard output and standard error kept apart."""
 
 import contextlib
 import contextvars
@@ -16,23 +16,24 @@ STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
 
 TAIL_BYTES = 16 * 1024
 UNSENT_BYTES = 2**20
-"""A run in a shared process whose agent does not listen keeps this much of each stream, the newest."""
+"""The bytes of each stream, the newest, that are kept for a run in a shared process while its agent does not
+listen."""
 
 
 class Output(Protocol):
     def tail(self) -> bytes:
-        """The newest bytes printed, at most TAIL_BYTES."""
+        """Return the newest bytes printed, at most TAIL_BYTES."""
 
 
 class FileOutput:
-    """Everything this process and its children print, in two files of mode 0600."""
+    """Everything that this process and its children print, in two files of mode 0600."""
 
     def __init__(self, path: Path) -> None:
-        # Kept open: the run may become a user that may not open them.
+        # Kept open, because the run may become a user that may not open the files.
         self._descriptors = [_opened(file_of(path, stream)) for stream in STREAMS]
 
     def take_over(self) -> None:
-        """Send standard output and error here, raw writes and future children included."""
+        """Redirect standard output and error to the files, including raw writes and future children."""
         for number, descriptor in enumerate(self._descriptors, 1):
             os.dup2(descriptor, number)
         sys.stdout, sys.stderr = _stream(1), _stream(2)
@@ -42,12 +43,12 @@ class FileOutput:
 
 
 def file_of(path: Path, stream: Stream) -> Path:
-    """The file of a stream, beside that of standard output, which is `path`."""
+    """Return the file of a stream. `path` is that of standard output; the other is beside it."""
     return path if stream == "stdout" else path.with_suffix(".err")
 
 
 def tail_of_files(path: Path) -> bytes:
-    """The newest bytes of a run's files; without those that cannot be read."""
+    """Return the newest bytes of a run's files. A file that cannot be read is left out."""
     with contextlib.ExitStack() as files:
         opened = []
         for stream in STREAMS:
@@ -61,9 +62,9 @@ def _opened(path: Path) -> int:
 
 
 def _tail_of(*descriptors: int) -> bytes:
-    """Return the ends of these files: of the last one at most half, as what went wrong often stands there;
-    the others get the rest. A file that cannot be read adds nothing: user code may have closed it, or the
-    disk may be damaged."""
+    """Return the ends of these files. The last file gets at most half of the bytes, since it often says what
+    went wrong; the other files get the rest. A file that cannot be read adds nothing: user code may have
+    closed it, or the disk may be damaged."""
     tails: list[bytes] = []
     for descriptor in reversed(descriptors):
         room = TAIL_BYTES - sum(map(len, tails))
@@ -83,13 +84,13 @@ class MemoryOutput:
     """The output that one of several runs in this process prints through `sys.stdout` and `sys.stderr`."""
 
     def __init__(self, on_print: Callable[[], None] | None = None) -> None:
-        """`on_print` is called when there is something to take. None: nothing will be taken."""
+        """`on_print` is called when there is output to take; None if no output will be taken."""
         self._on_print = on_print
         self._lock = threading.Lock()
         self._kept = bytearray()
         self._unsent: Mapping[Stream, bytearray] = {stream: bytearray() for stream in STREAMS}
         self._lost_bytes: Counter[Stream] = Counter()
-        """The bytes that were printed while nothing was taken, and that are not kept."""
+        """The number of bytes that were printed while no output was taken, and were dropped."""
 
     def write(self, data: bytes, stream: Stream = "stdout") -> None:
         with self._lock:
@@ -102,7 +103,7 @@ class MemoryOutput:
             self._on_print()
 
     def take(self) -> tuple[bytes, bytes]:
-        """Return what was printed since the last call, by stream."""
+        """Return the output since the last call: standard output, then standard error."""
         with self._lock:
             marks = (_mark(self._lost_bytes.pop(stream, 0)) for stream in STREAMS)
             output, errors = (
@@ -141,7 +142,8 @@ def leave_output(token: contextvars.Token[MemoryOutput | None]) -> None:
 
 
 class SortedStream(io.TextIOBase):
-    """Replaces `sys.stdout`: the output of a run goes to that run, all other output where it went before."""
+    """Replaces `sys.stdout` or `sys.stderr`: output of a run goes to that run, other output to the previous
+    stream."""
 
     def __init__(self, default: IO[str], stream: Stream = "stdout") -> None:
         self._otherwise = default
@@ -170,6 +172,6 @@ class SortedStream(io.TextIOBase):
 
 
 def sort_output_by_run() -> None:
-    """Separate the output of each run from now on. For a process that many runs share."""
+    """Separate the output of each run from now on, in a process that many runs share."""
     sys.stdout = SortedStream(sys.stdout, "stdout")
     sys.stderr = SortedStream(sys.stderr, "stderr")

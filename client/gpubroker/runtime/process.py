@@ -16,13 +16,14 @@ from gpubroker.runtime.messages import RunOrder
 from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, LIMITS_MB, limit_torch
 
 RUN_MARK = "GPUBROKER_RUN"
-"""The run's key in the environment of every process that it starts; leftovers are found by it."""
+"""The variable with the run's key, which every process that the run starts inherits. Leftover processes are
+found by it."""
 
 INSTANCE_MARK = "GPUBROKER_INSTANCE"
-"""The broker of the run: several may share a machine."""
+"""The variable with the id of the run's broker, because several brokers may share a machine."""
 
 NODE_MARK = "GPUBROKER_NODE"
-"""The node of the run: several may be on one machine."""
+"""The variable with the run's node, because several nodes may be on one machine."""
 
 KEPT_ENV = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH"}) | frozenset(
     {"SHELL", "TERM", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"}
@@ -31,21 +32,22 @@ KEPT_ENV = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYT
 operator names."""
 
 _OF_THE_CLUSTER = frozenset({"RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
-"""The variables by which the node's processes know their Ray. No run inherits them, even if they are
-named."""
+"""The variables by which the node's processes know their Ray. No run inherits them, even if the operator
+names them."""
 
 _DEFAULT_ENV = {"LOG_LEVEL": "INFO", "RANK": "0", "WORLD_SIZE": "1"}
 
 _SITE = Path(__file__).with_name("site")
-"""The directory that a run with a share of a GPU has on its PYTHONPATH."""
+"""The directory that is put on the PYTHONPATH of a run with a share of a GPU."""
 
 _MPS_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108  # CUDA's own default
 
 _ENV_START = 47
-"""The number of the word after the name in /proc/self/stat that is followed by the end of the environment."""
+"""The number of the word, counted after the name in /proc/self/stat, with the start of the environment. The
+word after it has the end."""
 
 NICENESS = 5
-"""The niceness of a run: on a busy machine the agent and the service get the CPU first."""
+"""The niceness of a run, so that the agent and the service get the CPU first on a busy machine."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -67,14 +69,16 @@ class ProcessSetup:
 
 
 def is_kept(name: str, inherited: Iterable[str]) -> bool:
-    """Return True if a run may have this variable of its node. `inherited`: those that the operator names."""
+    """True if a run may have this variable of its node. `inherited` are the variables that the operator
+    names."""
     return name in KEPT_ENV or name.startswith("LC_") or name in inherited
 
 
 def settle_environment(inherited: Iterable[str], given: Mapping[str, str]) -> None:
-    """Remove what is not for runs from this process's environment, and add `given`; before any user code.
+    """Remove the variables that are not for runs from this process's environment, and add `given`. Called
+    before any user code.
 
-    A node of a joined cluster was started by others, with whatever their shell had.
+    Other people started the nodes of a joined cluster, with whatever variables their shell had.
     """
     kept = {name for name in os.environ if is_kept(name, inherited) and name not in _OF_THE_CLUSTER}
     for name in os.environ.keys() - kept:
@@ -88,18 +92,18 @@ def _ray_of_its_own() -> dict[str, str]:
     the machine.
 
     Otherwise it would look for the address of a running one in /tmp/ray and among all processes. The token is
-    for that Ray alone: otherwise Ray would use, or make, the one in the user's home.
+    only for the new Ray: without it, Ray would use or make the token in the user's home.
     """
     return {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _erase_initial_environment(kept: Iterable[str]) -> None:
-    """Erase the environment that the process was started with: /proc/<pid>/environ shows it, whatever became
-    of it."""
+    """Erase the environment with which the process was started, since /proc/<pid>/environ shows it regardless
+    of later changes."""
     words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     address, end = int(words[_ENV_START]), int(words[_ENV_START + 1])
     names = {os.fsencode(name) for name in kept}
-    # The C library still reads the kept ones in this place.
+    # The C library still reads the kept variables in this place.
     for item in ctypes.string_at(address, end - address).split(b"\0") if address else ():
         if item.partition(b"=")[0] not in names:
             ctypes.memset(address, 0, len(item))
@@ -107,7 +111,7 @@ def _erase_initial_environment(kept: Iterable[str]) -> None:
 
 
 def hide_devices() -> None:
-    """Hide the GPUs until a run comes: no library in this process may see a GPU, and so use its memory."""
+    """Hide the GPUs until a run comes, so that no library in this process sees a GPU and uses its memory."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -116,14 +120,14 @@ def look_for_modules_in(directories: Sequence[str]) -> None:
     sys.path[:0] = [path for path in directories if path not in sys.path]
 
 
-def take_process(order: RunOrder, given: ProcessSetup) -> None:
-    """Make this the process of a run. Called once, before user code. Raises OSError or KeyError if a part of
-    it is refused, and NoDirectory."""
+def take_process(order: RunOrder, setup: ProcessSetup) -> None:
+    """Make this the process of a run. Called once, before user code. Raises OSError or KeyError if the system
+    refuses a step, and NoDirectory."""
     os.environ.update(order.env)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuid for uuid, _mb in order.leases)
     os.environ[RUN_MARK] = str(order.key)
-    os.environ[INSTANCE_MARK] = given.instance
-    os.environ[NODE_MARK] = given.node
+    os.environ[INSTANCE_MARK] = setup.instance
+    os.environ[NODE_MARK] = setup.node
     os.environ["GPUBROKER_TASK"] = order.task
     os.environ["GPUBROKER_ATTEMPT"] = str(order.attempt)
     if order.resume_uri is not None:
@@ -135,37 +139,38 @@ def take_process(order: RunOrder, given: ProcessSetup) -> None:
         limit_torch(order.env[FRACTIONS])
     os.nice(NICENESS)
     adopt_orphans()
-    if given.user:
-        become(given.user)
+    if setup.user:
+        become(setup.user)
     if order.working_directory:
-        _enter(order.working_directory, given)
+        _enter(order.working_directory, setup)
     if order.upload:
         sys.path.insert(0, order.working_directory)
 
 
-def _enter(directory: str, given: ProcessSetup) -> None:
-    """Raises NoDirectory."""
+def _enter(directory: str, setup: ProcessSetup) -> None:
+    """Change to the directory of the run. Raises NoDirectory if that is not possible."""
     try:
         os.chdir(directory)
     except OSError as fault:
-        node = f"node {given.node}" if given.node else "its node"
-        user = f"user {given.user}" if given.user else "the user of the service"
-        found = {
+        node = f"node {setup.node}" if setup.node else "its node"
+        user = f"user {setup.user}" if setup.user else "the user of the service"
+        problem = {
             errno.ENOENT: "does not exist there",
             errno.ENOTDIR: "is not a directory there",
             errno.EACCES: f"cannot be entered there by {user}, as whom tasks run",
         }.get(fault.errno or 0, f"cannot be entered there: {fault.strerror}")
         raise NoDirectory(
-            f"the command was to run on {node} in {directory}, which {found}; name a directory that every "
+            f"the command was to run on {node} in {directory}, which {problem}; name a directory that every "
             "node has (--dir DIR), send yours with the task (--upload DIR), or name a node that has it "
             "(--on node=NAME)"
         ) from None
 
 
 def memory_limits(order: RunOrder, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which libraries keep to the lease; what the task itself sets counts instead.
+    """Return the variables that make libraries keep to the lease. Variables that the task itself sets win
+    over them.
 
-    `env`: as it is without them.
+    `env` is the environment without them.
     """
     limits = {"PYTHONPATH": os.pathsep.join([str(_SITE), *filter(None, [env.get("PYTHONPATH")])])}
     # JAX refuses to start with both of its names for this.
@@ -178,7 +183,7 @@ def memory_limits(order: RunOrder, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def place_among_ranks(order: RunOrder) -> dict[str, str]:
-    """The variables of libraries for distributed work.
+    """Return the variables that libraries for distributed work read.
 
     Each rank sees only its own devices, numbered from 0. So each has local rank 0, even if several are on the
     node: `torch.cuda.set_device(LOCAL_RANK)` is right.
@@ -188,7 +193,7 @@ def place_among_ranks(order: RunOrder) -> dict[str, str]:
 
 
 def adopt_orphans() -> None:
-    """A descendant becomes a child of this process when its parent ends, so none leaves its tree."""
+    """Make orphaned descendants children of this process, so that none leaves its process tree."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
@@ -208,9 +213,10 @@ class RendezvousPort:
     """A port of this node where the ranks of a task meet, reserved until this rank listens on it."""
 
     def __init__(self, host: str) -> None:
-        """`host` is where other nodes reach this one. Raises OSError if there is no free port."""
+        """`host` is the address at which other nodes reach this one. Raises OSError if there is no free
+        port."""
         self._host = f"[{host}]" if ":" in host else host
-        # Bound and not listening: no other process gets the port, and nothing can connect to it.
+        # Bound but not listening, so that no other process gets the port and nothing can connect to it.
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.bind(("", 0))
 
@@ -224,7 +230,8 @@ class RendezvousPort:
 
 
 def announce_rendezvous(address: str) -> None:
-    """Set the variables in which libraries for distributed work look for it, for child processes too."""
+    """Set the variables in which libraries for distributed work, also in child processes, look for the
+    address."""
     host, _, port = address.rpartition(":")
     os.environ["MASTER_ADDR"] = host.strip("[]")
     os.environ["MASTER_PORT"] = port

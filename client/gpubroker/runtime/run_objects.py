@@ -14,29 +14,29 @@ from gpubroker.runtime.outcome import NotStored
 from gpubroker.runtime.task import RunningTask, Stopped
 
 PART_BYTES = 4 * 2**20
-"""The bytes of a result that are sent at once; the next part follows when this one is stored."""
+"""The bytes of a result that are sent at once. The next part follows when this one is stored."""
 
 
 class RunObjects:
-    """The run's thread asks and waits; other threads bring the answers. A question is asked again until it is
-    answered."""
+    """Fetches and stores objects for one run. The run's thread asks and waits; other threads bring the
+    answers. A question is repeated until it is answered."""
 
     def __init__(
         self, order: RunOrder, journal: Journal, task: RunningTask, open_shared: Callable[[Any], memoryview]
     ) -> None:
-        """`open_shared`: the bytes of an object, from what the agent gives for it."""
+        """`open_shared` returns the bytes of an object, from what the agent sends for it."""
         self._order = order
         self._journal = journal
         self._task = task
         self._open_shared = open_shared
         self._lock = Lock()
         self._waits: dict[str, tuple[Future[Any], Report]] = {}
-        """Object id -> the answer, and the question."""
+        """Object id -> the future answer, and the question."""
         task.call_on_stop(self._cancel)
 
     def fetch(self, id: str, *, unpickles: bool | None = None) -> Any:
-        """The object, opened; `unpickles`, if it is not the run's kind that says so. Raises CannotOpen, or
-        Stopped if the run has to stop instead."""
+        """Return the opened object. `unpickles` says whether it may be unpickled; by default only for runs of
+        functions. Raises CannotOpen, or Stopped if the run has to stop."""
         shared, failure = self._answer_to(id, wanted(self._order.key, id))
         if failure is not None:
             raise CannotOpen(failed(*failure))
@@ -50,7 +50,8 @@ class RunObjects:
             raise CannotOpen(failed("object_unreadable", message)) from None
 
     def store(self, data: bytes) -> str:
-        """The id of a new object of the run's tenant. Raises NotStored, Stopped."""
+        """Store the bytes as an object of the run's tenant, and return its id. Raises NotStored or
+        Stopped."""
         digest, stored_bytes = hashlib.sha256(data).hexdigest(), -1
         while stored_bytes < len(data):
             begin = max(0, stored_bytes)
@@ -67,7 +68,8 @@ class RunObjects:
         self._answer(digest, "part", (stored_bytes, failure))
 
     def ask_again(self) -> None:
-        """An earlier agent may not have passed the question on, or its answer."""
+        """Repeat all open questions, because an earlier agent may not have passed on the question or its
+        answer."""
         with self._lock:
             questions = [question for _, question in self._waits.values()]
         for question in questions:
@@ -75,9 +77,9 @@ class RunObjects:
 
     def _answer_to(self, id: str, question: Report) -> Any:
         with self._lock:
-            asked = self._waits.get(id)
-            is_asked = asked is not None and asked[1][0] == question[0]  # by another thread of the run
-            answer = asked[0] if asked is not None and is_asked else Future[Any]()
+            pending = self._waits.get(id)
+            is_asked = pending is not None and pending[1][0] == question[0]  # by another thread of the run
+            answer = pending[0] if pending is not None and is_asked else Future[Any]()
             if not is_asked:
                 self._waits[id] = answer, question
         try:

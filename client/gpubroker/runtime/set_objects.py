@@ -1,4 +1,4 @@
-"""The objects of a worker of a set: made once, within a time limit, and checked again and again."""
+"""The objects of a worker of a set: they are made once, within a time limit, and checked repeatedly."""
 
 import sys
 import threading
@@ -17,8 +17,8 @@ Objects = Mapping[str, Any]
 
 
 class SetObjects:
-    """The objects of a worker set. One thread makes and checks them: what a constructor makes may belong to
-    its thread."""
+    """Makes and checks the objects of a worker of a set. One thread does both, because what a constructor
+    makes may belong to its thread."""
 
     def __init__(
         self,
@@ -27,14 +27,14 @@ class SetObjects:
         task: RunningTask,
         terms: Mapping[str, Any],
     ) -> None:
-        """`result_of`: the value that a method returned, or that its coroutine returns."""
+        """`result_of` returns the value that a method returned, or that its coroutine returns."""
         self._make = make
         self._result_of = result_of
         self._start_seconds: float | None = terms.get("start_seconds")
         self._health: Mapping[str, Any] | None = terms.get("health")
         self._thread = ThreadPoolExecutor(1, "objects", enter_task, (task,))
         self._ident = 0
-        """The identifier of that thread."""
+        """The identifier of the thread that makes and checks the objects."""
         self._made: Objects = {}
         self._failures = 0
         self._due_at = 0.0
@@ -42,7 +42,7 @@ class SetObjects:
         self._began_at = 0.0
 
     def made(self) -> Objects | RunOutcome:
-        """The objects, or how the run ends without them."""
+        """Return the objects, or the outcome of the run if they could not be made."""
         making = self._thread.submit(self._made_or_outcome)
         wait([making], self._start_seconds)
         if making.done():
@@ -65,7 +65,7 @@ class SetObjects:
         return self._made
 
     def why_unhealthy(self, now: float) -> str:
-        """Return why the worker cannot go on; empty while it can. Begins a check that is due."""
+        """Return why the worker cannot go on; empty while it can. Begin a check if one is due."""
         terms = self._health
         if terms is None:
             return ""
@@ -89,8 +89,8 @@ class SetObjects:
         return f"{terms['method']} failed {self._failures} times in a row; the last time: {fault}"
 
     def _fault(self, name: str) -> str:
-        """Check the objects of all roles that have the method, and return the first fault. The object of the
-        set itself must have it."""
+        """Check the objects of all roles that have the method, and return the first fault; empty if there is
+        none. The object of the set itself must have the method."""
         for role, made in self._made.items():
             about = f"role {role}: " if role else ""
             try:

@@ -22,7 +22,7 @@ from gpubroker.runtime.messages import (
 )
 
 _PLAIN, _PICKLED = b"\x00", b"\x01"
-"""The first byte of a saved state: bytes as given, or a cloudpickle."""
+"""The first byte of a saved state: whether bytes or a cloudpickle follows."""
 
 
 class Stopped(BaseException):
@@ -45,10 +45,10 @@ _only_task: "RunningTask | None" = None
 
 
 def current_task() -> "RunningTask":
-    """The task this code runs in. Raises NoCurrentTask outside of one.
+    """Return the task that this code runs in. Raises NoCurrentTask outside of a task.
 
-    Works in the task's own thread, in its coroutines and in `asyncio.to_thread`. In a process of its own (a
-    task with a GPU, a whole CPU or an `env`) it also works in threads the task starts itself.
+    The function works in the task's own thread, in its coroutines and in `asyncio.to_thread`. In a process of
+    its own (a task with a GPU, a whole CPU or an `env`) it also works in threads that the task starts itself.
     """
     task = _CURRENT.get(None) or _only_task
     if task is None:
@@ -60,8 +60,8 @@ def current_task() -> "RunningTask":
 
 
 def environment() -> Mapping[str, str]:
-    """Return this process's environment, and that of the current task, which it lacks if several share the
-    process."""
+    """Return the environment of this process and of the current task. If several tasks share the process, its
+    own environment lacks their variables."""
     task = _CURRENT.get(None) or _only_task
     return os.environ if task is None else {**os.environ, **task.env}
 
@@ -81,27 +81,28 @@ def own_process(task: "RunningTask") -> None:
 
 
 class Workers(NamedTuple):
-    """The ranks at work in a task of several."""
+    """The ranks at work in a task with several ranks."""
 
     number: int
-    """The number of their world: 0 at the start, higher after each change, the same in every rank."""
+    """The number of the world of these ranks: 0 at the start, higher after each change, the same in every
+    rank."""
     ranks: tuple[int, ...]
 
 
 class RunningTask:
-    """One run, seen from inside. Every method may be called from any thread."""
+    """One run, as its own code sees it. Every method may be called from any thread."""
 
     def __init__(self, order: RunOrder, journal: Journal) -> None:
         self._order = order
         self._journal = journal
         self._stop = threading.Event()
         self._released = threading.Event()
-        """Set when the task need not wait for other ranks any longer."""
+        """Set when the task no longer waits for other ranks."""
         self._rank_zero_address = ""
         self._world = Workers(0, tuple(range(order.world_size)))
         self._world_changed = threading.Event()
         self._told_of = 0
-        """The number of the newest world that the callbacks know."""
+        """The number of the newest world that was given to the callbacks."""
         self._on_resize: list[Callable[[Workers], None]] = []
         self._lock = threading.Lock()
         self._saved = 0
@@ -126,12 +127,12 @@ class RunningTask:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """The variables of the task, and those that the service gave it."""
+        """The variables of the task, including those that the service set."""
         return {"GPUBROKER_TASK": self.id, **self._order.env}
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The UUIDs of its GPUs; the first is `cuda:0` in this process."""
+        """The UUIDs of the task's GPUs; the first is `cuda:0` in this process."""
         return tuple(uuid for uuid, _mb in self._order.leases)
 
     @property
@@ -146,8 +147,8 @@ class RunningTask:
 
     @property
     def workers(self) -> "Workers":
-        """The ranks at work, as far as this one knows, and the number of their world. While a task with
-        `min_ranks` runs, ranks beyond those may be told to leave, and ranks with new numbers may join."""
+        """The ranks at work, as far as this rank knows, and the number of their world. While a task with
+        `min_ranks` runs, ranks beyond these may be told to leave, and ranks with new numbers may join."""
         return self._world
 
     @property
@@ -161,39 +162,40 @@ class RunningTask:
         return self._world_changed.is_set()
 
     def accept_world(self) -> tuple[int, ...]:
-        """Return the ranks at work. Until further ranks join or leave, `world_changed` is False."""
+        """Return the ranks at work, and make `world_changed` False until further ranks join or leave."""
         self._tell_of_resize()
         with self._lock:
             self._world_changed.clear()
             return self._world.ranks
 
     def on_resize(self, callback: Callable[["Workers"], None]) -> None:
-        """Call it with the newest world once ranks have joined or left, in the thread and at the time of the
-        next `checkpoint` or `accept_world` of this rank."""
+        """Call `callback` with the newest world after ranks have joined or left, in the thread and at the
+        time of the next `checkpoint` or `accept_world` of this rank."""
         with self._lock:
             self._on_resize.append(callback)
 
     @property
     def rank_zero_address(self) -> str:
-        """`host:port` on the node of rank 0, for all ranks to meet at: rank 0 may listen there. Empty if the
-        task has only one process."""
+        """`host:port` on the node of rank 0, at which all ranks can meet: rank 0 may listen there. Empty if
+        the task has only one process."""
         return self._rank_zero_address
 
     def progress(self, fraction: float | None = None, message: str = "") -> None:
-        """Report progress: a fraction (0..1), a message, or both. Cheap: only the newest is sent, ten times a
-        second.
+        """Report progress: a fraction (0..1), a message, or both. Reports are cheap: only the newest is sent,
+        ten times a second.
 
-        Raises ValueError for a fraction outside 0..1, except by rounding.
+        Raises ValueError for a fraction that lies outside 0..1 by more than rounding.
         """
         known = None if fraction is None else share_of(float(fraction))
         self._journal.note(self._key, progressed(self._key, known, str(message)))
 
     def checkpoint(self, state: Any = None, *, uri: str | os.PathLike[str] | None = None) -> None:
-        """Save `state` (bytes, or anything that cloudpickle can carry), or name where it was saved by `uri`.
+        """Save `state` (bytes, or anything that cloudpickle can carry), or report with `uri` where the state
+        was saved.
 
         The state is copied before this returns. A moment later it is on the broker's disk, unless a newer
-        one overtakes it. A later attempt finds the newest as `resume_state` or `resume_uri`. Only rank 0
-        saves, for all ranks. What `on_resize` has to tell is told first, in any rank.
+        state replaces it before. A later attempt finds the newest state as `resume_state` or `resume_uri`.
+        Only rank 0 saves, for all ranks. In any rank, callbacks of `on_resize` that are due are called first.
         Raises CheckpointTooLarge over the limit, TypeError or ValueError for an invalid `uri`.
         """
         self._tell_of_resize()
@@ -209,7 +211,8 @@ class RunningTask:
 
     @property
     def resume_state(self) -> Any:
-        """The state of the newest checkpoint; None at the first start, or if that has a `uri` instead."""
+        """Return the state of the newest checkpoint; None at the first start, or if the checkpoint has a
+        `uri` instead."""
         data = self._order.resume_state
         if data is None:
             return None
@@ -221,15 +224,15 @@ class RunningTask:
 
     @property
     def should_stop(self) -> bool:
-        """A stop notice was given: save your work and `raise Stopped` within the grace period."""
+        """True if a stop notice was given: save your work and `raise Stopped` within the grace period."""
         return self._stop.is_set()
 
     def wait_for_stop(self, timeout_seconds: float | None = None) -> bool:
-        """Sleep until a stop notice is given; returns whether it was."""
+        """Sleep until a stop notice is given; return True if it was, and False after `timeout_seconds`."""
         return self._stop.wait(timeout_seconds)
 
     def give_notice(self) -> None:
-        """Give the stop notice. This is for the process that runs the task, not for the task."""
+        """Give the stop notice. Only the process that runs the task calls this, not the task."""
         with self._lock:
             self._stop.set()
             callbacks, self._on_stop = self._on_stop, []
@@ -238,33 +241,33 @@ class RunningTask:
             callback()
 
     def go(self, rank_zero_address: str) -> None:
-        """Let the task begin, since all ranks are ready. This is for the process that runs the task. Only the
-        first call counts."""
+        """Let the task begin, since all ranks are ready. Only the process that runs the task calls this. Only
+        the first call counts."""
         if not self._rank_zero_address:
             self._rank_zero_address = rank_zero_address
             self._released.set()
 
     def resize(self, ranks: Iterable[int], number: int | None = None) -> None:
-        """Note the ranks that are at work. This is for the process that runs the task. Without a number some
-        have only left. A world that is older than the known one is ignored."""
+        """Note the ranks that are at work. Only the process that runs the task calls this. Without a number,
+        ranks have only left. A world older than the known one is ignored."""
         at_work = tuple(sorted(ranks))
         if number is None:
             number = self._order.world_size - len(at_work)
         with self._lock:
             if number > self._world.number:
                 self._world = Workers(number, at_work)
-                if self._rank_zero_address:  # else it begins with this one
+                if self._rank_zero_address:  # else the task begins with this world
                     self._world_changed.set()
                 else:
                     self._told_of = number
 
     def wait_for_go(self) -> bool:
-        """Return True when all ranks are ready, or False when the task has to stop instead."""
+        """Wait until all ranks are ready and return True; return False if the task has to stop instead."""
         self._released.wait()
         return bool(self._rank_zero_address)
 
     def call_on_stop(self, callback: Callable[[], None]) -> None:
-        """Call it when a stop notice is given; at once if it already was."""
+        """Call `callback` when a stop notice is given, or at once if it already was."""
         with self._lock:
             if not self._stop.is_set():
                 self._on_stop.append(callback)
@@ -304,7 +307,7 @@ def _address(uri: str | os.PathLike[str]) -> str:
     if not isinstance(text, str):
         raise TypeError(f"a checkpoint's uri is text or a path, not {type(text).__name__}")
     if not isinstance(uri, str) or (":" not in text and os.path.exists(text)):
-        text = os.path.abspath(text)  # the next attempt, and the disk guard, may be in other directories
+        text = os.path.abspath(text)  # the next attempt, and the disk guard, may work in other directories
     plain = plain_text(text, URI_CHARS)
     if not plain or plain != text:
         raise ValueError(

@@ -44,7 +44,7 @@ _BAR_WIDTH = 30
 
 
 class ArrayOptions(SubmitOptions, total=False):
-    """The keyword arguments of `map` and `submit_array`. All may be left out. Resources are those of one
+    """The keyword arguments of `map` and `submit_array`. All may be left out. The resources are those of one
     worker."""
 
     max_parallel: int
@@ -72,14 +72,14 @@ name."""
 
 
 class ArrayItem(Answer, frozen=True):
-    """The outcome of one item. `result` is the JSON result; a pickled one stays bytes in `data`."""
+    """The outcome of one item. `result` holds a JSON result; `data` holds the bytes of a pickled one."""
 
     result: Any = None
     error: Failure | None = None  # type: ignore[assignment]  # None for what the service leaves out
 
     @property
     def array(self) -> str:
-        """The id of its array."""
+        """The id of the array to which the item belongs."""
         array: str = self.__dict__.get("array", "")
         return array
 
@@ -89,8 +89,8 @@ class ArrayItem(Answer, frozen=True):
 
     @property
     def value(self) -> Any:
-        """The result; unpickles it if it is a pickle, which runs code that the function chose. Raises
-        ItemFailed, or ResultUnreadable for a pickle that cannot be opened here."""
+        """Return the result; a pickled result is unpickled, which runs code that the function chose. Raises
+        ItemFailed if the item failed, and ResultUnreadable if a pickle cannot be opened here."""
         if self.failed is not None:
             raise self.failed
         data = self.data
@@ -144,7 +144,7 @@ class ArrayApi(Operations):
 
     @listing
     def array_progress(self, array: AnyArray) -> Pages[Array]:
-        """Yield the array each time that it is further, until it has ended."""
+        """Yield the array each time that more of its items are done, until it has ended."""
 
         def fetch(cursor: str | None) -> Steps[Page[Array]]:
             nonlocal array
@@ -167,7 +167,7 @@ class ArrayApi(Operations):
 
     @operation
     def retry_array(self, array: AnyArray, *, idempotency_key: str | None = None) -> Steps[Array]:
-        """Do the items of an ended array again that failed or were left, as a new array in which they keep
+        """Repeat the items of an ended array that failed or were not done, as a new array in which they keep
         their numbers. Raises Refused if there are none."""
         path = yield from self._array_path(array, to_change=True)
         return decode(Array, (yield from self._make(f"{path}/retry", idempotency_key)))
@@ -184,17 +184,17 @@ class ArrayApi(Operations):
         keep: bool = False,
         **options: Unpack[ArrayOptions],
     ) -> Pages[Any]:
-        """`target(item)` for each item, by workers of the service: an iterator over the results, in the order
-        of the items, or (`ordered=False`) as they are done.
+        """Run `target(item)` for each item in workers of the service, and iterate over the results: in the
+        order of the items, or with `ordered=False` in the order in which they are done.
 
             for size in broker.map(measure, paths, max_parallel=8, progress=True): ...
 
-        It is submitted when the first result is asked for, with the options of `submit_array`; without items
-        nothing is. An item that failed raises ItemFailed in its place, or is that exception with
-        `return_exceptions`. What ends the loop before the last result, also such an exception, cancels what
-        is left of the array; with `keep` it goes on. `progress` shows a bar on standard error. Results of
-        functions are unpickled here. Raises BrokerError if the array ends with items left, such as by a
-        cancel.
+        The array is submitted when the first result is asked for, with the options of `submit_array`; without
+        items nothing is submitted. For an item that failed, the iterator raises ItemFailed, or with
+        `return_exceptions` yields that exception. If the loop ends before the last result, because of such an
+        exception or otherwise, the rest of the array is cancelled; with `keep` it goes on. `progress` shows a
+        bar on standard error. Results of functions are unpickled here. Raises BrokerError if the array ends
+        with items that were not done, such as by a cancel.
         """
         show = progress_bar() if progress else None
         mapped = _Mapped(ordered, return_exceptions)
@@ -250,8 +250,8 @@ class ArrayApi(Operations):
         else:
             given_as = None
         text = packed if given_as is None else json.dumps(given_as).encode()
-        rest = json.dumps(given).encode()[1:]
-        body = body[:-1] + b',"items":' + text + (b"," if given else b"") + rest
+        array_fields = json.dumps(of_array).encode()[1:]
+        body = body[:-1] + b',"items":' + text + (b"," if of_array else b"") + array_fields
         key = options.get("idempotency_key")
         made = yield from self._make("/arrays", key, body, patience_seconds=_SUBMIT_SECONDS)
         return decode(Array, made)
@@ -271,18 +271,18 @@ class ArrayApi(Operations):
 
 
 class _Mapped:
-    """The results of a map that have come, and those that are to be given next."""
+    """Collects the results of a map that have arrived, and yields them in the order that the caller wants."""
 
     def __init__(self, ordered: bool, return_exceptions: bool) -> None:
         self.array: Array | None = None
         self.has_more = True
-        """True while there may be results already, so that none need be waited for."""
+        """True if results may have arrived already, so that there is no need to wait."""
         self._ordered = ordered
         self._return_exceptions = return_exceptions
         self._early: dict[int, ArrayItem] = {}
         self._next = 0
         self._fault: Exception | None = None
-        """The fault of the item that comes next."""
+        """The fault of the next item, if that item failed."""
 
     def add(self, page: Page[ArrayItem]) -> None:
         self._early |= {item.number: item for item in page.items}
@@ -293,8 +293,8 @@ class _Mapped:
             raise self._fault
 
     def page(self, cursor: int, seen: Array) -> Page[Any]:
-        """Return the values before an item that failed; `raise_fault` raises in its place. Raises
-        BrokerError if nothing more will come."""
+        """Return the values up to the next item that failed; `raise_fault` raises the fault of that item.
+        Raises BrokerError if no more results will arrive."""
         values: list[Any] = []
         try:
             values.extend(self._values())
@@ -327,8 +327,8 @@ class _Mapped:
 
 
 def progress_bar() -> Callable[[Array], None]:
-    """Return a function that shows on standard error how far an array is: in a terminal as one line that
-    changes, otherwise as a line for each tenth of the items."""
+    """Return a function that shows on standard error how many items of an array are done: in a terminal as
+    one line that changes, otherwise as a line for each tenth of the items."""
     shown = -1
 
     def show(array: Array) -> None:
@@ -355,7 +355,7 @@ def bar_line(array: Array, width: int = _BAR_WIDTH) -> str:
 
 
 def _with_objects_of(body: bytes, items: Sequence[Any]) -> bytes:
-    """Return the body, which says which objects the pickled items name."""
+    """Return the body with the ids of the objects that the pickled items name."""
     named = objects_named(items).get("objects", [])
     if not named:
         return body
@@ -365,7 +365,8 @@ def _with_objects_of(body: bytes, items: Sequence[Any]) -> bytes:
 
 
 def _listed(items: Iterable[Any]) -> Sequence[Any]:
-    """Return all items. Raises WrongArgument if they are more than an array takes, or have no end."""
+    """Return all items as a sequence. Raises WrongArgument if there are more items than an array may have, or
+    no end of them."""
     listed = list(islice(items, MOST_ITEMS + 1))
     if len(listed) > MOST_ITEMS:
         raise WrongArgument(
@@ -376,7 +377,8 @@ def _listed(items: Iterable[Any]) -> Sequence[Any]:
 
 
 def _packed(target: Target, listed: Sequence[Any]) -> bytes:
-    """Return the items as a pickled list for functions, as JSON for the others. Raises WrongArgument."""
+    """Return the items as a pickled list for functions, otherwise as JSON. Raises WrongArgument if they
+    cannot be written so."""
     if not listed:
         raise WrongArgument("an array needs one item or more; there are none")
     try:

@@ -1,4 +1,4 @@
-"""Arguments that are too large for the body of a submit: they travel as objects, and arrive as they are."""
+"""Arguments that are too large for the body of a submit are sent as objects; the function gets the values."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ Send = Callable[[Call], Steps[Answer]]
 
 
 def fitting_body(send: Send, target: Target, args: Sequence[Any], options: SubmitOptions) -> Steps[bytes]:
-    """Return the JSON of a submit; if it is too long, with objects in place of large arguments. The directory
+    """Return the JSON of a submit; if it is too long, large arguments are replaced by objects. The directory
     that `options` name is uploaded. Raises as `submission_body` does, and Refused if the service takes no
     more objects."""
     if is_to_upload(options, target):
@@ -43,7 +43,7 @@ def fitting_body(send: Send, target: Target, args: Sequence[Any], options: Submi
 def small_arguments(
     send: Send, args: Sequence[Any], kwargs: Mapping[str, Any], *, pickles: bool
 ) -> Steps[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return the arguments of a call, with objects in place of large ones."""
+    """Return the arguments of a call, with large ones replaced by objects."""
     small_args: list[Any] = []
     for value in args:
         small_args.append((yield from _or_object(send, value, pickles=pickles)))
@@ -54,7 +54,7 @@ def small_arguments(
 
 
 def small_items(send: Send, target: Target, items: Sequence[Any]) -> Steps[Sequence[Any]]:
-    """Return the items of an array, with objects in place of large ones."""
+    """Return the items of an array, with large ones replaced by objects."""
     small = []
     for item in items:
         small.append((yield from _or_object(send, item, pickles=callable(target))))
@@ -77,7 +77,7 @@ def _or_object(send: Send, value: Any, *, pickles: bool) -> Steps[Any]:
 
 
 def _packed(value: Any, *, pickles: bool) -> bytes:
-    """Return the bytes of an object that each run opens as a value of its own, which it may change."""
+    """Return the bytes of an object from which each run gets a copy of its own, which it may change."""
     if pickles:
         return b"".join(pickled_buffers(value, beside=False))
     return JSON_MARK + json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

@@ -14,19 +14,20 @@ from gpubroker.transport.exchange import LONGEST_PAUSE_SECONDS, Call, Pause, Ste
 from gpubroker.transport.operations import Reading, without_none
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!$))")
-"""A progress bar ends its lines with a carriage return. One at the end may be the first half of an end."""
+"""Matches one line. A progress bar ends its lines with a carriage return; one at the end of the data may be
+the first half of `\\r\\n`, so it does not end a line yet."""
 _CUT = re.compile(rb"(\[\.\.\. bytes \d+ to (\d+) were not kept \.\.\.\])([0-9a-f]+)\n")
-"""The service's line in the place of what it did not keep; the text goes on at that byte. It ends with the
-reader's mark, by which it is told from what the run printed."""
+"""Matches the line that the service writes in place of output it did not keep; the text goes on at the byte
+named there. The line ends with the reader's mark, which distinguishes it from what the run printed."""
 
 
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 0.5
-"""The longest pause between two looks at streams that have nothing new."""
+"""The longest pause between two requests for streams that have nothing new."""
 
 
 class LogLine(str):
-    """A line that a task printed, with its end."""
+    """A line that a task printed, including its line end."""
 
     __slots__ = ("stream",)
 
@@ -43,21 +44,22 @@ class LogOptions(TypedDict, total=False):
     """Selects the output of a task."""
 
     attempt: int
-    """The attempt. Default: the newest; with `follow`, that one and all later ones."""
+    """The number of the attempt. Default: the newest attempt; with `follow`, the newest and all later
+    ones."""
     stream: Stream
-    """stdout or stderr. Left out: both; each line says of which it is (`line.stream`)."""
+    """stdout or stderr. Default: both; `line.stream` names the stream of each line."""
     rank: int
     """The rank of a gang."""
     worker: str
     """The id of one worker of an array or a worker set that has several."""
     offset: int
-    """Begin at this byte of the attempt's stream, which has to be given."""
+    """The byte of the attempt's stream at which to begin. It needs `stream`."""
     follow: bool
-    """Go on until the task has ended; wait for it to start."""
+    """True to read until the task has ended. A task that has not started is waited for."""
 
 
 class LogReading(Reading[LogLine]):
-    """Reads one stream. Raises Unreachable if for `retry_seconds` each answer breaks off at once, without a
+    """Reads one stream. Raises Unreachable if for `retry_seconds` each answer breaks off at once without a
     line."""
 
     def __init__(
@@ -69,8 +71,8 @@ class LogReading(Reading[LogLine]):
         *,
         polls: bool = False,
     ) -> None:
-        """`polls`: True to follow the log with short requests, each of which ends with the lines that there
-        are, so that other readers get a turn in between."""
+        """If `polls` is True, the log is followed with short requests, each of which ends with the lines that
+        exist by then, so that other readers get a turn in between."""
         self._polls = polls
         self._stream: Stream = wanted.get("stream", "stdout")
         self._find = find
@@ -86,11 +88,12 @@ class LogReading(Reading[LogLine]):
         self._begun = b""
         """The start of a line that has not ended."""
         self._called = self._was_over = self._ended_well = False
-        """(the attempt was over before the last call, the answer came to its end)"""
+        """`_was_over` is True if the attempt had ended before the last call; `_ended_well`, if the answer to
+        that call was read to its end."""
         self._called_at, self._called_for = 0.0, 0
         self._has_news = False
         self._breaks, self._give_up_at = 0, 0.0
-        """Answers, one after the other, that broke off at once."""
+        """The number of consecutive answers that broke off at once."""
 
     def next_call(self) -> Steps[Call | None]:
         self._path = self._path or (yield from self._find())
@@ -118,7 +121,7 @@ class LogReading(Reading[LogLine]):
 
     @property
     def has_news(self) -> bool:
-        """True if the answer to the last call had a line."""
+        """True if the answer to the last call contained a line."""
         return self._has_news
 
     def _pause(self) -> Steps[None]:
@@ -134,18 +137,19 @@ class LogReading(Reading[LogLine]):
         self._called_at, self._called_for = time.monotonic(), self._offset
         params: dict[str, Any] = {"attempt": attempt, "offset": self._offset or None}
         params |= {"follow": (self._follows and not self._polls) or None, "mark": self._mark}
-        given = without_none(params)
-        return Call("GET", f"{self._path}/logs", self._params | given)
+        present_params = without_none(params)
+        return Call("GET", f"{self._path}/logs", self._params | present_params)
 
     def take(self, data: bytes) -> Iterator[LogLine]:
         text, end = self._begun + data, 0
-        for found in _LINE.finditer(text):
-            end = found.end()
-            yield self._counted(found[0])
+        for match in _LINE.finditer(text):
+            end = match.end()
+            yield self._counted(match[0])
         self._begun = text[end:]
 
     def end(self, fault: Unreachable | None) -> Iterable[LogLine]:
-        """A line that was broken off, or has yet to end, is read again."""
+        """Return the last line if it has no line end and no more of it can follow. A line that was broken
+        off, or whose end is still to be printed, is dropped: the next call reads it again."""
         broken = fault is not None
         self._ended_well = not broken
         self._note_break(broken)
@@ -155,8 +159,8 @@ class LogReading(Reading[LogLine]):
         return (self._counted(line),)
 
     def _note_break(self, broken: bool) -> None:
-        """Count breaks that follow one another. A call that stayed open for long with nothing to tell may
-        have been ended by a proxy, and does not count."""
+        """Count consecutive breaks. A call that stayed open for long without output may have been ended by a
+        proxy, and does not count."""
         now = time.monotonic()
         at_once = self._offset == self._called_for and now - self._called_at < LONGEST_PAUSE_SECONDS
         if not broken or not at_once:
@@ -177,14 +181,14 @@ class LogReading(Reading[LogLine]):
 
 
 class BothStreams(Reading[LogLine]):
-    """Reads standard output and standard error: what is kept one after the other, what is followed in turns,
-    a few times a second."""
+    """Reads standard output and standard error: one after the other if the log is complete, in turns, a few
+    times a second, if it is followed."""
 
     def __init__(self, streams: Iterable[LogReading], *, follows: bool) -> None:
         self._streams = deque(streams)
         self._follows = follows
         self._quiet = 0
-        """Answers, one after the other, that had nothing new."""
+        """The number of consecutive answers that had nothing new."""
 
     def next_call(self) -> Steps[Call | None]:
         if self._streams and self._quiet >= len(self._streams):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gpubroker.transport.exchange import Steps
 
 SHOWN_ID_LENGTH = 8
-"""Tables show this many characters from the end of an id; as many must be typed."""
+"""The number of characters from the end of an id that tables show; a person must type at least as many."""
 TASKS_SEARCHED = 2000
 UNFINISHED = ("pending", "admitted", "running", "stopping")
 
@@ -37,12 +37,13 @@ def _is_id(word: str) -> bool:
 
 
 def is_part_of_id(word: str) -> bool:
-    """Fewer characters than lists show could match the task of another person."""
+    """True if the word is long enough to be a part of an id. A shorter one could match the task of another
+    person."""
     return len(word.removeprefix(_PREFIX)) >= SHOWN_ID_LENGTH
 
 
 def matches(id: str, word: str) -> bool:
-    """True if the word is long enough, and is the beginning or the end of this id."""
+    """True if the word is long enough, and is the beginning or the end of `id`."""
     part = word.removesuffix(_CUT)
     return is_part_of_id(part) and (id.startswith((part, f"{_PREFIX}{part}")) or id.endswith(word))
 
@@ -53,7 +54,7 @@ def is_cut(word: str) -> bool:
 
 
 def begins_as_cut(name: str | None, word: str) -> bool:
-    """True if `word` is this name as a list has cut it short."""
+    """True if `word` is the name `name` as a list has cut it short."""
     return is_cut(word) and name is not None and name.startswith(word.removesuffix(_CUT))
 
 
@@ -63,28 +64,29 @@ def no_such_id(word: str) -> str:
     return f"an id needs at least {SHOWN_ID_LENGTH} characters, as lists show them"
 
 
-def only(found: Sequence[str], word: str, if_none: str) -> str:
-    """Return the only id that was found. Raises Refused if there is none, or more than one."""
-    if not found:
+def only(ids_found: Sequence[str], word: str, if_none: str) -> str:
+    """Return the only id in `found`. Raises Refused if there is none, or more than one."""
+    if not ids_found:
         raise Refused(if_none, code="not-found")
-    if len(found) > 1:
-        ids = ", ".join(found[:5]) + (" ..." if found[5:] else "")
+    if len(ids_found) > 1:
+        ids = ", ".join(ids_found[:5]) + (" ..." if ids_found[5:] else "")
         raise Refused(f"{word!r} is ambiguous: {ids}; use one of these ids", code="ambiguous-name")
-    return found[0]
+    return ids_found[0]
 
 
 def find_task(ask: Ask, word: str, *, to_change: bool) -> "Steps[str]":
-    """Return the id of the task that is meant. Raises Refused.
+    """Return the id of the task that `word` means. Raises Refused if there is no such task, or more than one.
 
-    A name means the one unfinished task that has it, and ended ones only if there is none. It goes before a
-    part of an id; for a change, a word may not be both. Each load of a model is a task with the model's name:
-    the newest of its ended ones is meant. All workers of an array or a worker set have its name, which means
-    the whole. Where the tenant of the token has no such task, an admin means one of another tenant.
+    A name means the one unfinished task that has it; ended tasks count only if there is no unfinished one. A
+    name takes precedence over a part of an id, but for a change a word that is both is refused. Each load of
+    a model is a task with the model's name: of its ended loads the newest is meant. All workers of an array
+    or a worker set have the name of the array or the set, and the name means all of it. If the tenant of the
+    token has no such task, an admin's word may mean a task of another tenant.
     """
     if is_whole_id(word):
         return word
-    found = yield from own_or_any(partial(_meant, ask, word, to_change=to_change))
-    return only(found, word, f"no task is named {word!r}, and {no_such_id(word)}")
+    ids = yield from own_or_any(partial(_meant, ask, word, to_change=to_change))
+    return only(ids, word, f"no task is named {word!r}, and {no_such_id(word)}")
 
 
 def id_meant(ask: Ask, task: Any, *, to_change: bool = False) -> "Steps[str]":
@@ -134,8 +136,8 @@ def set_meant(ask: Ask, workers: Any) -> "Steps[str]":
 
 
 def own_or_any(find: Callable[..., "Steps[list[str]]"]) -> "Steps[list[str]]":
-    """Return what is found in the token's own tenant, else in all tenants if the token may see them. `find`
-    takes the tenant's name, or `*` for all, as `tenant`."""
+    """Return what `find` finds in the token's own tenant, else in all tenants if the token may see them.
+    `find` takes the argument `tenant`: the tenant's name, or `*` for all."""
     if found := (yield from find()):
         return found
     try:
@@ -148,10 +150,10 @@ def own_or_any(find: Callable[..., "Steps[list[str]]"]) -> "Steps[list[str]]":
 
 def _meant(ask: Ask, word: str, *, to_change: bool, **whose: str) -> "Steps[list[str]]":
     named = yield from _named(ask, name=word, **whose)
-    found = [task["id"] for task in named]
-    if len(found) > 1 and (whole := _whole_of(named)) is not None:
-        found = [whole]
-    if (is_part_of_id(word) or is_cut(word)) and (to_change or not found):
+    ids_meant = [task["id"] for task in named]
+    if len(ids_meant) > 1 and (whole := _whole_of(named)) is not None:
+        ids_meant = [whole]
+    if (is_part_of_id(word) or is_cut(word)) and (to_change or not ids_meant):
         cursor, pages = None, TASKS_SEARCHED // _PAGE
         for _ in range(pages):
             page = yield from ask("GET", "/tasks", limit=_PAGE, cursor=cursor, **whose)
@@ -160,10 +162,10 @@ def _meant(ask: Ask, word: str, *, to_change: bool, **whose: str) -> "Steps[list
                 for task in page["items"]
                 if matches(task["id"], word) or begins_as_cut(task.get("name"), word)
             ]
-            found += [id for id in ids if id not in found]
+            ids_meant += [id for id in ids if id not in ids_meant]
             if (cursor := page.get("next_cursor")) is None:
                 break
-    return found
+    return ids_meant
 
 
 def _named(ask: Ask, **selection: str) -> "Steps[list[Any]]":
@@ -176,8 +178,8 @@ def _named(ask: Ask, **selection: str) -> "Steps[list[Any]]":
 
 
 def _whole_of(tasks: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the id of the array or the worker set that all these are workers of. Each worker has the name of
-    the whole, and its id as a label."""
+    """Return the id of the array or the worker set if all these tasks are workers of one. Each worker has the
+    name of its array or set, and its id as a label."""
     for label in ("array", "worker_set"):
         wholes = {task.get("labels", {}).get(label) for task in tasks}
         if len(wholes) == 1 and None not in wholes:

@@ -1,4 +1,4 @@
-"""Operations on objects that tasks open: store a value once, and name it in the arguments of many."""
+"""Operations on objects that tasks open: store a value once, and name it in the arguments of many tasks."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from gpubroker.transport.operations import Operations, Pages, listing, operation
 
 _TRANSFER_SECONDS = 600.0
 PART_BYTES = 2 * 2**20
-"""The bytes of a download that are asked for at once."""
+"""The number of bytes that one request of a download asks for."""
 
 
 class Stored(Protocol):
-    """An `ObjectRef`, or what `upload` and `objects` return."""
+    """The type of an `ObjectRef`, and of what `upload` and `objects` return."""
 
     @property
     def id(self) -> str: ...
@@ -48,20 +48,20 @@ class ObjectApi(Operations):
 
     @operation
     def fetch(self, stored: AnyObject) -> Steps[Any]:
-        """The value of an object, as `put` took it; arrays are read-only. Unpickles what was pickled, which
-        runs code that its owner chose. Raises Refused (`not-found`)."""
+        """Return the value that `put` stored; arrays are read-only. A pickled value is unpickled, which runs
+        code that its owner chose. Raises Refused (`not-found`)."""
         data = yield from self._content(object_id_of(stored))
         return opened_object(memoryview(data), unpickles=True)
 
     @listing
     def download(self, stored: AnyObject) -> Pages[bytes]:
-        """The bytes of an object in parts of 2 MiB, each fetched when it is needed.
+        """Yield the bytes of an object in parts of 2 MiB, each fetched when it is needed.
 
             with open("weights.bin", "wb") as file:
                 file.writelines(broker.download(weights))
 
-        Raises Refused (`not-found`), and BrokerError (`result-damaged`) at the end if they are not what was
-        stored.
+        Raises Refused (`not-found`), and at the end BrokerError (`result-damaged`) if the bytes are not those
+        that were stored.
         """
         id, digest = object_id_of(stored), hashlib.sha256()
 
@@ -73,10 +73,10 @@ class ObjectApi(Operations):
             except Refused as fault:
                 if begin or fault.code != "range-not-satisfiable":
                     raise
-                return a_page(())  # it has no bytes
+                return a_page(())  # the object is empty
             digest.update(answer.content)
             end = begin + len(answer.content)
-            # A service of release 0.2 knows no ranges and sends all of it.
+            # A service of release 0.2 ignores ranges and sends the whole object.
             size = answer.headers.get("content-range", str(end)).rpartition("/")[2]
             if end < int(size):
                 return a_page((answer.content,), str(end))

@@ -1,4 +1,4 @@
-"""Operations on the files that runs of a task have left."""
+"""Operations on the files that runs of a task left behind."""
 
 import os
 import time
@@ -19,14 +19,14 @@ from gpubroker.wire.outputs import Output, Outputs
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 2.0
 _NO_LIMITS = ArchiveLimits(2**62, 2**31)
-"""The node has kept to those of the service."""
+"""No limits: the node has already applied those of the service."""
 
 
 class OutputApi(TaskApi):
     @operation
     def task_outputs(self, task: AnyTask, *, worker: str | None = None) -> Steps[Outputs]:
-        """List what was collected of the files of a task's runs, by attempt and rank; of an array or a worker
-        set, of all workers, or of one."""
+        """List the collected files of a task's runs, by attempt and rank. For an array or a worker set the
+        list has the files of all workers, or of the one named by `worker`."""
         return (yield from self._outputs(task, worker))
 
     @operation
@@ -39,14 +39,15 @@ class OutputApi(TaskApi):
         worker: str | None = None,
         timeout_seconds: float | None = 60.0,
     ) -> Steps[Sequence[Path]]:
-        """Write the collected files of an attempt below a directory, and return their paths. Files that are
-        there already are replaced.
+        """Write the collected files of an attempt below a directory, and return their paths. Existing files
+        are replaced.
 
             broker.download_outputs(task, "results")
 
-        Default: the last attempt, whose files may still be on their way when the task has ended: it waits
-        `timeout_seconds` for them. Files of ranks above 0 come into `rank-N`, and those of several workers
-        into directories with their ids. Raises NotCollected if there are none, with the reason.
+        `attempt` is the last one by default. Its files may still be on their way when the task has ended, so
+        this waits up to `timeout_seconds` for them. Files of ranks above 0 are written to `rank-N`, and those
+        of several workers to directories named after their ids. Raises NotCollected, with the reason, if
+        there are no files.
         """
         found = yield from self._collected(task, attempt, worker, timeout_seconds)
         many = len({one.task for one in found}) > 1
@@ -67,31 +68,34 @@ class OutputApi(TaskApi):
     def _collected(
         self, task: AnyTask, attempt: int | None, worker: str | None, timeout_seconds: float | None
     ) -> Steps[Sequence[Output]]:
-        """Return what there is of the attempt, once all of it is there. Raises NotCollected."""
+        """Return the outputs of the attempt once all of them have arrived. Raises NotCollected if there are
+        none."""
         until = inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         pause_seconds = _FIRST_PAUSE_SECONDS
         while True:
-            seen = yield from self._outputs(task, worker)
-            last = {one.task: one.attempt for one in seen.items}
-            wanted = [one for one in seen.items if one.attempt == (attempt or last[one.task])]
-            if not any(one.state == "pending" for one in wanted) or time.monotonic() >= until:
+            outputs = yield from self._outputs(task, worker)
+            last = {output.task: output.attempt for output in outputs.items}
+            selected = [
+                output for output in outputs.items if output.attempt == (attempt or last[output.task])
+            ]
+            if not any(output.state == "pending" for output in selected) or time.monotonic() >= until:
                 break
             yield Pause(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
-        found = [one for one in wanted if one.object is not None]
-        if not found:
-            raise NotCollected(_why_none(seen, wanted))
-        return found
+        with_files = [output for output in selected if output.object is not None]
+        if not with_files:
+            raise NotCollected(_why_none(outputs, selected))
+        return with_files
 
 
-def _why_none(seen: Outputs, wanted: Sequence[Output]) -> str:
-    if not seen.patterns:
+def _why_none(outputs: Outputs, selected: Sequence[Output]) -> str:
+    if not outputs.patterns:
         return 'the task collects no files; submit it with outputs=["runs/**"] (--outputs)'
-    if not wanted:
-        attempts = ", ".join(sorted({str(one.attempt) for one in seen.items})) or "none"
+    if not selected:
+        attempts = ", ".join(sorted({str(output.attempt) for output in outputs.items})) or "none"
         return f"nothing was collected of that attempt; attempts with outputs: {attempts}"
-    told = next((one.message for one in wanted if one.message), "")
-    return told or f"no file matched {', '.join(seen.patterns)}"
+    message = next((output.message for output in selected if output.message), "")
+    return message or f"no file matched {', '.join(outputs.patterns)}"
 
 
 def _unpacked(data: bytes, target: Path, of: Output) -> Sequence[Path]:

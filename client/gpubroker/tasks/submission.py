@@ -37,18 +37,18 @@ class SubmitOptions(TypedDict, total=False):
     """The keyword arguments of `submit`. All may be left out."""
 
     kwargs: Mapping[str, Any]
-    """The task's own keyword arguments."""
+    """The keyword arguments of the task's function."""
     name: str
-    """The name in lists."""
+    """The name that lists show."""
     priority: int | str
     """The priority from 0 to 100, or the name of a band: critical, interactive, batch (default), background,
     idle."""
     gpu_mb: int | Literal["learned"]
-    """The MiB per device; without `gpus`, of one device. `"learned"` stands for what earlier runs of the same
-    model type (else name, else entrypoint) used, plus a margin; whole devices while too few runs are
-    known."""
+    """The MiB per device; without `gpus`, of one device. `"learned"` stands for the memory that earlier runs
+    of the same model type (else name, else entrypoint) used, plus a margin. Whole devices are given until
+    enough runs are known."""
     gpus: int
-    """The number of devices; without `gpu_mb` and `gpu_fraction`, whole ones."""
+    """The number of devices. Whole devices are given if neither `gpu_mb` nor `gpu_fraction` is set."""
     gpu_fraction: float
     """The fraction of each device's memory, instead of `gpu_mb`."""
     exclusive: bool
@@ -66,7 +66,8 @@ class SubmitOptions(TypedDict, total=False):
     min_device_mb: int
     """The least memory in total, in MiB, of a GPU that the task may use."""
     nodes: Mapping[str, Sequence[str]]
-    """The values of each label of which a node must have one; the label `node` is the node's name."""
+    """Labels of nodes with their allowed values: a node must have one of the values of each label. The label
+    `node` is the node's name."""
     prefer_kinds: Sequence[str]
     """The preferred kinds, best first."""
     prefer_nodes: Mapping[str, Sequence[str]]
@@ -74,26 +75,28 @@ class SubmitOptions(TypedDict, total=False):
     pool: str
     """The operator's pool to take devices and custom resources from."""
     roles: Mapping[str, Mapping[str, Any]]
-    """The sizes of several roles that take turns, instead of one task's sizes, such as `{"train": {"gpu_mb":
-    40960}, "generate": {"gpu_mb": 20480, "cpu": 4}}`. The task gets the largest of each."""
+    """The sizes of several roles that take turns in one task, such as `{"train": {"gpu_mb": 40960},
+    "generate": {"gpu_mb": 20480, "cpu": 4}}`. They replace the task's own sizes: the task gets the largest
+    amount of each resource."""
     bundles: Sequence[Mapping[str, Any]]
-    """A gang: the demand of each rank, such as `[{"count": 4, "gpus": 1}, {"cpu": 2}]`; all start together
-    or none does. `gpu_mb` of a rank may be `"learned"`."""
+    """A gang: the demand of each rank, such as `[{"count": 4, "gpus": 1}, {"cpu": 2}]`. Either all ranks
+    start together or none does. `gpu_mb` of a rank may be `"learned"`."""
     strategy: str
     """The way in which ranks are placed: `pack` (default) on as few nodes as possible, `spread` on as many as
     possible, `strict_pack` on one node, `strict_spread` each on its own node."""
     min_ranks: int
-    """The gang may start with only this many ranks, counted from the first."""
+    """The number of ranks, counted from the first, with which the gang may start."""
     placement: str
-    """`pack` (default) fills devices that are in use; `spread` takes those with the
-    fewest holders, then those of which the smallest share is taken."""
+    """`pack` (default) fills devices that are in use; `spread` takes those with the fewest holders, and among
+    these the ones with the smallest share of their memory taken."""
     model_type: str
     """The kind of model, for statistics."""
     profile: str
-    """The role whose sizes and limits hold for what is left out: `broker.profiles()`."""
+    """The role whose sizes and limits apply to options that are left out; `broker.profiles()` lists the
+    roles."""
     max_concurrency: int
-    """The number of calls that a worker of a set answers at once. The code of other tasks finds it in
-    GPUBROKER_MAX_CONCURRENCY."""
+    """The number of calls that a worker of a set answers at once. In other tasks, the code finds
+    the number in GPUBROKER_MAX_CONCURRENCY."""
     stream: str
     """The operator's work stream; its weight orders tasks of equal priority and age."""
     labels: Mapping[str, str]
@@ -103,19 +106,19 @@ class SubmitOptions(TypedDict, total=False):
     max_retries: int
     """The number of times that a failed run is retried; a preemption does not count."""
     retry_on: Sequence[str]
-    """The causes that use a retry: `failure` (default), `timeout` (its time limit ended the run), or both. Of
-    an array it is about its items, and the default is both."""
+    """The causes that use a retry: `failure` (default), `timeout` (the run reached its time limit), or both.
+    For an array the option applies to its items, and the default is both."""
     timeout_seconds: float
     """The time limit of one run; time in the queue does not count."""
     grace_seconds: float
-    """The time to stop after the notice."""
+    """The time that a run has to stop after the notice."""
     after: Sequence[Any]
     """The tasks that must end first, each as a Task, by its id, a part of the id, or its unique name; in
     `submit_many` also tasks before it, by index (from 0) or by name; a task of the batch goes before an
     older one of this name. If one does not succeed, this task fails; `{"task": id, "on_failure": "ignore"}`
     starts it anyway."""
     held: bool
-    """The task stays in the queue until it is released: `change(task, held=False)`."""
+    """True to keep the task in the queue until `change(task, held=False)` releases it."""
     not_before: datetime | str
     """The earliest start: an aware datetime, or RFC 3339 with an offset or Z."""
     queue_ttl_seconds: float
@@ -131,10 +134,11 @@ class SubmitOptions(TypedDict, total=False):
     working_directory: str
     """The working directory of a command, on the nodes."""
     upload: str | os.PathLike[str] | ObjectRef
-    """A directory that travels with the task, such as `"."`: each run works in a copy of its own, which is
-    first on Python's path. Or what `put_directory` returned."""
+    """A directory that is sent with the task, such as `"."`, or what `put_directory` returned. Each run works
+    in its own copy of the directory, which is first on Python's path."""
     modules: Sequence[Any]
-    """Modules, or their names, that travel with a pickled function; others are imported where it runs."""
+    """Modules, or their names, that are pickled along with a function; other modules are imported on the
+    node."""
     outputs: Sequence[str]
     """Patterns of files in the run's directory that are collected at its end, such as `["runs/**"]`."""
     idempotency_key: str
@@ -147,7 +151,7 @@ _RESOURCES = (
     "bundles", "strategy", "min_ranks",
 )  # fmt: skip
 _OF_THE_RUN = ("kwargs", "working_directory", "modules", "idempotency_key")
-"""The options that the body has elsewhere, or that are a header."""
+"""The options that are not in the body under their own name, or that are sent as a header."""
 _TOP_LEVEL = tuple(name for name in SubmitOptions.__annotations__ if name not in (*_RESOURCES, *_OF_THE_RUN))
 
 
@@ -172,7 +176,7 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
     "cwd": "working_directory",
     "key": "idempotency_key",
 }
-"""The names of these options on the command line and in other systems."""
+"""The names that these options have on the command line and in other systems."""
 
 
 DEFAULTS = "_gpubroker_options"
@@ -200,7 +204,7 @@ def with_ids_after(ask: Ask, target: Target | None, options: SubmitOptions) -> "
 
 
 def simulation_body(target: Target | None, args: Sequence[Any], options: SubmitOptions) -> bytes:
-    """The JSON of `POST /tasks/simulate`: as for a submit, or of a demand alone."""
+    """Return the JSON of `POST /tasks/simulate`, for a submit or for a demand without a target."""
     return _body(None, {}, options) if target is None else submission_body(target, args, options)
 
 
@@ -226,7 +230,7 @@ def _body(target: Target | None, body: dict[str, Any], options: SubmitOptions) -
 
 
 def parted_options(options: Mapping[str, Any], kind: Any) -> tuple[SubmitOptions, dict[str, Any]]:
-    """The options of a submit, and those that only this kind of options has."""
+    """Return two parts of the options: those of a submit, and those that only the type `kind` has."""
     own_names = kind.__annotations__.keys() - SubmitOptions.__annotations__.keys()
     of_kind = {name: value for name, value in options.items() if name in own_names and value is not None}
     rest = {name: value for name, value in options.items() if name not in own_names}
@@ -306,12 +310,13 @@ def _run_of(target: Target, args: Sequence[Any], options: SubmitOptions) -> dict
 
 
 def as_json(argument: Any) -> Any:
-    """An object by its id, and anything else as it is."""
+    """Return the id of an object in the form of the HTTP API, and any other value unchanged."""
     return {"object": argument.id} if isinstance(argument, ObjectRef) else argument
 
 
 def objects_named(arguments: Iterable[Any]) -> dict[str, Any]:
-    """The field of a function that says which objects its pickled arguments name, if any do."""
+    """Return the field of a function that lists the objects which its pickled arguments name; empty if they
+    name none."""
     ids = sorted({id for value in arguments if (id := named_object(value)) is not None})
     return {"objects": ids} if ids else {}
 
@@ -327,7 +332,7 @@ def _module(named: Any) -> ModuleType:
 
 @contextmanager
 def _carrying(modules: Sequence[Any]) -> Iterator[None]:
-    """Have these modules, and those of packages among them, travel by value. Raises WrongArgument."""
+    """Pickle these modules, and the modules of packages among them, by value. Raises WrongArgument."""
     if isinstance(modules, str):
         raise WrongArgument(f"modules must be a list; write modules=[{modules!r}]")
     found = list(map(_module, modules))
@@ -374,13 +379,14 @@ _BYTES_PER_PART = 8 * 2**20
 
 
 Given = tuple[Target, Sequence[Any], SubmitOptions]
-"""What a submission is made of."""
+"""The target, the arguments and the options of a submission."""
 _UNKNOWN = b""
 """The body of a submission whose directory is not uploaded yet."""
 
 
 def is_to_upload(options: SubmitOptions, target: Any = None) -> bool:
-    """True if these options, or those of a task function, name a directory that has no object yet."""
+    """True if these options, or those of a task function, name a directory that is not stored as an object
+    yet."""
     given = options.get("upload", getattr(target, DEFAULTS, {}).get("upload"))
     return given is not None and not isinstance(given, ObjectRef)
 
@@ -397,14 +403,14 @@ class Submission:
         self.name = options.get("name")
         self.after = options.get("after")
         self.given: Given | None = None
-        """The target, arguments and options of a body that is too long or names a directory; otherwise
-        None."""
+        """The target, arguments and options of a submission whose body is too long or names a directory;
+        otherwise None."""
         if self.body is _UNKNOWN or len(self.body) > MOST_BODY_BYTES:
             self.given = target, args, options
 
 
 AnySubmission = Submission | Mapping[str, Any]
-"""A mapping is the body of `POST /tasks`."""
+"""A `Submission`, or a mapping that is the body of `POST /tasks`."""
 
 
 def body_of(task: AnySubmission, after: Sequence[Any] | None = None) -> bytes:
@@ -423,7 +429,7 @@ def body_of(task: AnySubmission, after: Sequence[Any] | None = None) -> bytes:
 
 
 def batches(bodies: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """The bodies in parts that fit into one request each."""
+    """Divide the bodies into parts that each fit into one request."""
     part: list[bytes] = []
     size_bytes = 0
     for body in bodies:
@@ -437,8 +443,8 @@ def batches(bodies: Sequence[bytes]) -> Iterator[list[bytes]]:
 
 
 def parts_of(bodies: Sequence[bytes], *, together: bool) -> list[list[bytes]]:
-    """Divide the tasks into parts for one request each; into one part if tasks run after others of them.
-    Raises WrongArgument."""
+    """Divide the tasks into parts for one request each; into a single part if some tasks run after others in
+    it. Raises WrongArgument."""
     refer = not together and any(b'"after"' in body and _refers_to_batch(body) for body in bodies)
     if (together or refer) and len(bodies) > MOST_TASKS_TOGETHER:
         reason = (
@@ -457,6 +463,6 @@ def _refers_to_batch(body: bytes) -> bool:
 
 
 def batch_body(part: Sequence[bytes], all_or_nothing: bool) -> bytes:
-    """The JSON of `POST /tasks/batch`."""
+    """Return the JSON of `POST /tasks/batch`."""
     together = b',"all_or_nothing":true' if all_or_nothing else b""
     return b'{"tasks":[' + b",".join(part) + b"]" + together + b"}"

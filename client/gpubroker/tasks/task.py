@@ -11,11 +11,11 @@ from gpubroker.wire.tasks import Task as Answer
 
 
 class Task(Answer, frozen=True):
-    """A task as a broker answers it."""
+    """A task as the service answered it."""
 
     @property
     def told_by(self) -> "ref[Any] | None":
-        """The broker that it came from."""
+        """The broker that returned this task."""
         broker: ref[Any] | None = self.__dict__.get("told_by")
         return broker
 
@@ -23,7 +23,7 @@ class Task(Answer, frozen=True):
         return decode, (Task, self.raw)  # a copy elsewhere has no broker
 
     def __repr__(self) -> str:
-        """The main fields in one line; `task.raw` has all."""
+        """Return the main fields in one line; `task.raw` has all fields."""
         name = f"{self.name!r}, " if self.name else ""
         where = f" on {self.node}" if self.node else ""
         return f"<Task {self.id} {name}{self.raw.get('state', self.state.value)}{where}>"
@@ -33,37 +33,43 @@ class Task(Answer, frozen=True):
         return self.state.is_terminal
 
     def result(self, timeout_seconds: float | None = None) -> Any:  # type: ignore[misc]  # over the field
-        """`broker.result(task)` of the broker that it came from: it waits, and returns what the task
-        returned."""
+        """Wait for the task and return its result, as `broker.result(task)` of the broker that returned this
+        task."""
         return self._broker().result(self, timeout_seconds)
 
     def wait(self, timeout_seconds: float | None = None) -> Any:
-        """`broker.wait(task)` of the broker that it came from: the ended Task, or a coroutine of it."""
+        """Return the ended Task, or a coroutine of it, as `broker.wait(task)` of the broker that returned
+        this task."""
         return self._broker().wait(self, timeout_seconds)
 
     def outcome(self) -> Any:
-        """`broker.outcome(task)` of the broker that it came from: an Outcome, or a coroutine of one."""
+        """Return an Outcome, or a coroutine of one, as `broker.outcome(task)` of the broker that returned
+        this task."""
         return self._broker().outcome(self)
 
     def cancel(self, *, grace_seconds: float | None = None, reason: str | None = None) -> Any:
-        """`broker.cancel(task)` of the broker that it came from: the Task, or a coroutine of it."""
+        """Return the Task, or a coroutine of it, as `broker.cancel(task)` of the broker that returned this
+        task."""
         return self._broker().cancel(self, grace_seconds=grace_seconds, reason=reason)
 
     def retry(self, *, idempotency_key: str | None = None) -> Any:
-        """`broker.retry(task)` of the broker that it came from: a Task, or a coroutine of one."""
+        """Return a new Task, or a coroutine of one, as `broker.retry(task)` of the broker that returned this
+        task."""
         return self._broker().retry(self, idempotency_key=idempotency_key)
 
     def stack(self, *, rank: int = 0, worker: str | None = None) -> Any:
-        """`broker.stack(task)` of the broker that it came from: a Stack, or a coroutine of one."""
+        """Return a Stack, or a coroutine of one, as `broker.stack(task)` of the broker that returned this
+        task."""
         return self._broker().stack(self, rank=rank, worker=worker)
 
     @property
     def outputs(self) -> "TaskOutputs":
-        """The files that its runs have left: `task.outputs.download("results")`."""
+        """The files that the runs of this task left behind: `task.outputs.download("results")`."""
         return TaskOutputs(self, self._broker)
 
     def logs(self, **wanted: Any) -> Any:
-        """`broker.logs(task, follow=True)` of the broker that it came from: its lines, one by one."""
+        """Iterate over the printed lines, as `broker.logs(task, follow=True)` of the broker that returned
+        this task."""
         return self._broker().logs(self, **wanted)
 
     def _broker(self) -> Any:
@@ -81,17 +87,18 @@ class TaskOutputs:
         self._its_broker = broker
 
     def list(self, **wanted: Any) -> Any:
-        """`broker.task_outputs(task)` of the broker that it came from: Outputs, or a coroutine of them."""
+        """Return Outputs, or a coroutine of them, as `broker.task_outputs(task)` of the broker that returned
+        the task."""
         return self._its_broker().task_outputs(self._task, **wanted)
 
     def download(self, directory: Any = ".", **wanted: Any) -> Any:
-        """`broker.download_outputs(task, directory)` of the broker that it came from: the paths of the files,
-        or a coroutine of them."""
+        """Write the files and return their paths, or a coroutine of them, as `broker.download_outputs(task,
+        directory)` of the broker that returned the task."""
         return self._its_broker().download_outputs(self._task, directory, **wanted)
 
 
 AnyTask = Task | str
-"""A task, its id, 8 or more characters from the end of it, or a unique name."""
+"""A task, its id, at least the last 8 characters of its id, or a unique name."""
 
 
 def id_of(task: AnyTask) -> str:

@@ -73,7 +73,7 @@ class Filters(TypedDict, total=False):
     model_type: str
     stream: str
     after: AnyTask
-    """The task after which the tasks run."""
+    """The task that must end before the selected tasks."""
     submitted_from: datetime
     submitted_before: datetime
     finished_from: datetime
@@ -84,17 +84,17 @@ class ListOptions(Filters, total=False):
     """The filters of `list`."""
 
     order: str
-    """The order: newest (first; the default), or turn: what runs, then what waits in the order of the queue,
-    then what ended last, in one page."""
+    """The order: `newest` (default) first, or `turn`: running tasks, then waiting ones in the order of the
+    queue, then those that ended last, in one page."""
     sort: str
-    """The sort key: submitted, finished (only ended tasks) or priority; with a `-` before it, the latest or
+    """The sort key: submitted, finished (only ended tasks) or priority. A `-` before it puts the latest or
     highest first. Default: -submitted."""
     limit: int
-    """The tasks per page; all pages are fetched as they are used."""
+    """The number of tasks per page; all pages are fetched as they are used."""
 
 
 class ChangeOptions(TypedDict, total=False):
-    """The changes that `change` makes. None removes a time; what is left out stays."""
+    """The changes that `change` makes. None removes a time; options that are left out do not change."""
 
     priority: int | str
     """The priority from 0 to 100, or the name of a band."""
@@ -102,19 +102,19 @@ class ChangeOptions(TypedDict, total=False):
     """A held task stays in the queue until it is released (False)."""
     not_before: datetime | str | None
     queue_ttl_seconds: float | None
-    """The longest wait for the first start, counted from the change, or from `not_before`."""
+    """The longest wait for the first start, counted from the change, or from `not_before` if that is set."""
     deadline_at: datetime | str | None
 
 
 class EventStart(TypedDict, total=False):
-    """The position where `events` begins: one of these."""
+    """The position at which `events` begins. Give one of these."""
 
     after: int
     last: int
 
 
 TaskOrError = str | BrokerError
-"""The id of a submitted task, or why it was refused."""
+"""The id of a submitted task, or the error with which it was refused."""
 
 
 class TaskApi(ObjectApi):
@@ -128,8 +128,8 @@ class TaskApi(ObjectApi):
 
         `target` is the name of an entrypoint (arguments and result are JSON), a command as a list of words,
         or a function, which is pickled and needs the scope `tasks:code`; the modules that it imports must be
-        importable where it runs. Arguments that are too large for a request travel as objects, and arrive as
-        they are. Raises Refused, also for a task that can never fit.
+        importable where it runs. Arguments that are too large for a request are sent as objects; the function
+        gets the values. Raises Refused, also for a task that can never fit.
 
         The options are those of `SubmitOptions`: kwargs (the task's own), name, priority, labels,
         model_type, profile, max_concurrency, stream; gpu_mb (MiB per GPU, or "learned"), gpus,
@@ -176,11 +176,12 @@ class TaskApi(ObjectApi):
             answers += [_id_or_error(item) for item in made["items"]]
         return answers
 
-    def _with_directory(self, given: Given, known: dict[str, ObjectRef]) -> Steps[Given]:
-        """Return the submission with the object of its directory; `known` has those that are stored."""
-        target, args, options = given
+    def _with_directory(self, submission: Given, known: dict[str, ObjectRef]) -> Steps[Given]:
+        """Return the submission with its directory replaced by an object. `known` maps directories that are
+        already stored to their objects."""
+        target, args, options = submission
         if not is_to_upload(options, target):
-            return given
+            return submission
         directory = options.get("upload") or getattr(target, DEFAULTS)["upload"]
         if str(directory) not in known:
             known[str(directory)] = yield from directory_stored(self._send, directory)
@@ -193,8 +194,9 @@ class TaskApi(ObjectApi):
             code = broker.put_directory("project")
             tasks = [broker.submit(["python", "train.py", str(seed)], upload=code) for seed in range(8)]
 
-        What `.gitignore` and `.gpubrokerignore` name is left out, and `.git` and `__pycache__`. Nothing is
-        sent if the service has the same directory. Raises WrongArgument for what cannot be sent.
+        Files that `.gitignore` and `.gpubrokerignore` name are left out, and `.git` and `__pycache__`.
+        Nothing is sent if the service already has the same directory. Raises WrongArgument for what cannot be
+        sent.
         """
         return (yield from directory_stored(self._send, directory))
 
@@ -204,29 +206,30 @@ class TaskApi(ObjectApi):
     ) -> Steps[Simulation]:
         """Return what would become of this task if it were submitted now; nothing is stored.
 
-        Without a target it is about a demand alone. A refusal is part of the answer; raises Refused if the
-        token may not ask.
+        Without a target, the answer is about the demand alone. A refusal of the task is part of the answer;
+        Refused is raised only if the token may not ask.
         """
-        known = {name: value for name, value in options.items() if name != "idempotency_key"}
-        if is_to_upload(options, target):  # nothing is stored, and the directory has no say in it
+        planned = {name: value for name, value in options.items() if name != "idempotency_key"}
+        if is_to_upload(options, target):  # nothing is stored, and the directory does not matter
             target = None if isinstance(target, str) else target  # its code is in the directory
             known = {name: value for name, value in known.items() if name != "outputs"} | {"upload": None}
         options = yield from with_ids_after(self._ask, target, cast("SubmitOptions", known))
         body = simulation_body(target, args, options)
-        if len(body) > MOST_BODY_BYTES:  # the arguments have no say in it
+        if len(body) > MOST_BODY_BYTES:  # the arguments do not matter
             body = simulation_body(target, (), without_arguments(options))
         answer = yield from self._send(Call("POST", "/tasks/simulate", body=body))
         return decode(Simulation, answer.json())
 
     @operation
     def get(self, task: AnyTask, *, worker: str | None = None) -> Steps[Task]:
-        """The task as it is now. The state of an array or a worker set is that of the whole; with the id of a
-        worker, of that one."""
+        """Return the task as it is now. The state of an array or a worker set is that of all its workers
+        together; with the id of a `worker`, it is that of this worker."""
         return (yield from self._get(task, worker))
 
     @operation
     def wait(self, task: AnyTask, timeout_seconds: float | None = None) -> Steps[Task]:
-        """Return when the task is finished, however it ended. Raises WaitTimeout; the task continues."""
+        """Return the task once it has ended, however it ended. Raises WaitTimeout after `timeout_seconds`;
+        the task continues."""
         return (yield from self._wait(task, timeout_seconds))
 
     @operation
@@ -269,8 +272,9 @@ class TaskApi(ObjectApi):
 
     @operation
     def stack(self, task: AnyTask, *, rank: int = 0, worker: str | None = None) -> Steps[Stack]:
-        """The Python threads of a running task, which goes on; of a gang, of one rank; of an array or a set,
-        of the worker that runs, or of the one with this id. Raises Refused (`task-not-running`)."""
+        """Return the stacks of the Python threads of a running task, which keeps running. `rank` selects a
+        rank of a gang, and `worker` the id of a worker of an array or a set; by default the worker that runs.
+        Raises Refused (`task-not-running`)."""
         path = yield from self._path(task)
         return decode(Stack, (yield from self._ask("GET", f"{path}/stack", rank=rank or None, worker=worker)))
 
@@ -284,8 +288,8 @@ class TaskApi(ObjectApi):
         dry_run: bool = False,
         **wanted: Unpack[Filters],
     ) -> Steps[Cancelled]:
-        """Cancel all tasks that match, those that wait before those that run. Without a filter say
-        `everything=True`. With `dry_run` they are only counted."""
+        """Cancel all tasks that match, waiting ones before running ones. To cancel without a filter, pass
+        `everything=True`. With `dry_run` the tasks are only counted."""
         given = _filters(wanted)
         if everything == bool(given):
             raise WrongArgument("give one filter or more, such as labels={...}, or everything=True")
@@ -309,14 +313,15 @@ class TaskApi(ObjectApi):
 
     @listing
     def list(self, **wanted: Unpack[ListOptions]) -> Pages[Task]:
-        """Return all tasks that match, fetched page by page as they are used; newest first, if not sorted."""
+        """Yield all tasks that match, fetched page by page as they are used; newest first unless sorted
+        otherwise."""
         params = _filters(wanted)
         params |= {f"label.{key}": value for key, value in (params.pop("labels", None) or {}).items()}
         return self._pages(Task, "/tasks", context={"told_by": ref(self)}, **params)
 
     @operation
     def explain(self, task: AnyTask) -> Steps[Explanation]:
-        """Why the task waits, with a verdict per device; or where it runs."""
+        """Return why the task waits, with a verdict per device, or where it runs."""
         path = yield from self._path(task)
         return decode(Explanation, (yield from self._ask("GET", f"{path}/explain")))
 
@@ -324,9 +329,9 @@ class TaskApi(ObjectApi):
     def events(
         self, task: AnyTask | None = None, *, follow: bool = False, **start: Unpack[EventStart]
     ) -> Pages[Event]:
-        """The event log, oldest first; of one task if given, or of all workers of an array or a worker set.
-        With `follow` it never ends. It begins after a position (`after`), or with so many of the newest
-        (`last`, up to 500)."""
+        """Yield the events of the log, oldest first; those of one task if given, or of all workers of an
+        array or a worker set. With `follow` the iteration never ends. It begins after a position (`after`),
+        or with the number of newest events given by `last` (up to 500)."""
         first = {"after": 0} if start.get("last") is None else {"last": start["last"]}
         first |= {"after": start["after"]} if start.get("after") else {}
 
@@ -350,10 +355,10 @@ class TaskApi(ObjectApi):
             for line in broker.logs(task, follow=True):
                 print(line, end="", file=sys.stderr if line.stream == "stderr" else sys.stdout)
 
-        A line is a `str` that says of which stream it is. The options are those of `LogOptions`: attempt,
-        stream (stdout or stderr; left out, both), rank, worker (of an array or a set with several), offset
-        (in bytes of the stream) and follow, which goes on until the task has ended. Of a long log the middle
-        is not kept; a line says so.
+        A line is a `str` whose attribute `stream` names its stream. The options are those of `LogOptions`:
+        attempt, stream (stdout or stderr; left out, both), rank, worker (of an array or a set with several),
+        offset (in bytes of the stream) and follow, which goes on until the task has ended. The middle of a
+        long log is not kept; a line in its place says so.
         """
         worker, follows = wanted.get("worker"), wanted.get("follow", False)
 
@@ -380,7 +385,8 @@ class TaskApi(ObjectApi):
 
     @operation
     def estimates(self, subject: str | None = None) -> Steps[Page[Estimate]]:
-        """Return what your past runs used, by model type (else name, else entrypoint) and kind of device."""
+        """Return how much your past runs used, by model type (else name, else entrypoint) and kind of
+        device."""
         return page_of(Estimate, (yield from self._ask("GET", "/estimates", subject=subject)))
 
     @operation
@@ -388,8 +394,8 @@ class TaskApi(ObjectApi):
         """Return the id of the task that a name or a part of an id means. Raises Refused if there is none, or
         more than one.
 
-        A name means the one unfinished task that has it, and an ended one if there is none. `to_change`: a
-        word that is the name of one task and a part of another one's id is refused too.
+        A name means the one unfinished task that has it, and an ended one if there is none. With `to_change`,
+        a word that is the name of one task and a part of another one's id is refused too.
         """
         return (yield from find_task(self._ask, id_of(word), to_change=to_change))
 
@@ -441,13 +447,13 @@ class TaskApi(ObjectApi):
 
 
 def opened_result(data: bytes) -> Any:
-    """Return a result that has become an object."""
+    """Return the value of a result that was stored as an object."""
     is_pickled = data[: len(PICKLE_MARK)] == PICKLE_MARK
     return opened_object(memoryview(data), unpickles=True) if is_pickled else json.loads(data)
 
 
 def value_of(outcome: Outcome) -> Any:
-    """The result of a finished task; unpickles it if it is a pickle. Raises as `check_success` does."""
+    """Return the result of a finished task; a pickled result is unpickled. Raises as `check_success` does."""
     check_success(outcome)
     data = outcome.data
     return outcome.value if data is None else _opened(outcome.id, lambda: cloudpickle.loads(data))
@@ -461,7 +467,7 @@ def _opened(task: str, unpickle: Callable[[], Any]) -> Any:
 
 
 def _filters(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the filters that are given. States are a list."""
+    """Return the filters that are set, with states as a list."""
     given = {
         name: id_of(value) if name == "after" else plain(name, value)
         for name, value in wanted.items()

@@ -1,4 +1,4 @@
-"""Directories become objects: packed here, and sent only if the service does not have them."""
+"""Directories become objects: they are packed here, and sent only if the service does not have them."""
 
 import os
 from collections.abc import Callable
@@ -15,9 +15,9 @@ Send = Callable[[Call], Steps[Answer]]
 
 
 def directory_stored(send: Send, directory: Any) -> Steps[ObjectRef]:
-    """Return the object with the archive of a directory. Raises WrongArgument for what cannot be sent, and
-    Refused, with the code `objects-full` if the tenant's limit is reached."""
-    from gpubroker.uploads.archive import archive_of  # with pathspec, which only uploads need
+    """Store the archive of a directory and return its object. Raises WrongArgument for what cannot be sent,
+    and Refused (`objects-full`) if the tenant's limit is reached."""
+    from gpubroker.uploads.archive import archive_of  # imports pathspec, which only uploads need
 
     if not isinstance(directory, str | os.PathLike):
         raise WrongArgument(f"upload must be a directory, such as '.', not {directory!r}")
@@ -33,4 +33,4 @@ def directory_stored(send: Send, directory: Any) -> Steps[ObjectRef]:
     else:
         return ObjectRef(archive.id, archive.size_bytes)
     stored = (yield from send(upload_call(archive))).json()
-    return ObjectRef(stored["id"], stored["size_bytes"])  # of what was read now: a file may have changed
+    return ObjectRef(stored["id"], stored["size_bytes"])  # what was read now: a file may have changed

@@ -1,4 +1,4 @@
-"""Waiting for the end of a task, by asking again and again."""
+"""Wait for the end of a task with repeated requests."""
 
 import time
 from math import inf
@@ -12,7 +12,7 @@ _LONG_POLL_SECONDS = 30.0
 
 class Deadline:
     def __init__(self, seconds: float | None) -> None:
-        """`seconds`: the time until the deadline; None for a deadline that never comes."""
+        """`seconds` is the time until the deadline; None stands for a deadline that never comes."""
         self._seconds = inf if seconds is None else seconds
         self._began = time.monotonic()
 

@@ -27,7 +27,7 @@ from gpubroker.wire.worker_sets import WorkerSet
 
 
 class WorkerSetOptions(SubmitOptions, total=False):
-    """The keyword arguments of `create_worker_set`. All may be left out. Resources are those of one
+    """The keyword arguments of `create_worker_set`. All may be left out. The resources are those of one
     worker."""
 
     count: int
@@ -35,16 +35,18 @@ class WorkerSetOptions(SubmitOptions, total=False):
     min_count: int
     """The least number of workers. Default: `count`."""
     max_count: int
-    """The set gets so many places, each a task, and never more. Default: `count`."""
+    """The most workers that the set may have. A task is created for each of them. Default: `count`."""
     scale: Mapping[str, Any]
-    """The signal that the number follows: `{"by": "calls", "target": 8}`; `by` is calls, cpu or signal."""
+    """The signal that the number of workers follows: `{"by": "calls", "target": 8}`; `by` is calls, cpu or
+    signal."""
     health: Mapping[str, Any]
     """The check of a worker's health: `{"method": "check_health", "period_seconds": 10}`. An unhealthy worker
     is restarted."""
     start_timeout_seconds: float
-    """A worker that has not made its objects within this time has failed to start. Default: 3600."""
+    """The longest time in which a worker may make its objects; after it, the worker has failed to start.
+    Default: 3600."""
     max_restarts: int
-    """The restarts of one worker after failures. Default: no limit."""
+    """The largest number of restarts of one worker after failures. Default: no limit."""
     colocate_with: Mapping[str, Any]
     """Further roles in the same process: `{"judge": {"run": {"entrypoint": "team.roles:Judge"}, "gpu_mb":
     4096}}`. A worker gets the maximum of what the roles need."""
@@ -83,9 +85,9 @@ class WorkerSetApi(Operations):
 
     @listing
     def worker_sets(self, *, sort: str | None = None) -> Pages[WorkerSet]:
-        """Yield the sets that are not over, oldest first, fetched page by page as they are used. `sort`:
-        created (the default) or count; with a `-` before it, the latest or those that want most workers
-        first."""
+        """Yield the worker sets that have not ended, oldest first, fetched page by page as they are used.
+        `sort` is created (the default) or count; a `-` before it puts the latest, or the sets that want the
+        most workers, first."""
         return self._pages(WorkerSet, "/worker-sets", sort=sort)
 
     @operation
@@ -97,7 +99,7 @@ class WorkerSetApi(Operations):
         min_count: int | None = None,
         max_count: int | None = None,
     ) -> Steps[WorkerSet]:
-        """Change how many workers are wanted. Workers that leave finish their calls first."""
+        """Change how many workers the set keeps. Workers that leave finish their calls first."""
         asked = {"count": count, "min_count": min_count, "max_count": max_count}
         body = {name: value for name, value in asked.items() if value is not None}
         return decode(WorkerSet, (yield from self._ask("PATCH", (yield from self._set_path(workers)), body)))
@@ -163,7 +165,8 @@ class WorkerSetApi(Operations):
 
 
 class Workers:
-    """The methods of the workers' objects. Arguments by name are those of the method."""
+    """A handle whose methods call those of the workers' objects. Arguments by name are passed to the
+    method."""
 
     def __init__(self, broker: Any, workers: AnyWorkerSet, options: Mapping[str, Any]) -> None:
         self._broker = broker
@@ -182,7 +185,7 @@ class Workers:
 def _call_body(
     body: Mapping[str, Any], method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, pickled: bool
 ) -> bytes:
-    """Return the body of a call of a method. Raises WrongArgument."""
+    """Return the body of a call of a method. Raises WrongArgument if the arguments cannot be sent."""
     given = _arguments(method, args, kwargs, pickled=pickled)
     return json.dumps({**body, **given}, allow_nan=False).encode()
 
@@ -190,7 +193,7 @@ def _call_body(
 def _arguments(
     method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, pickled: bool
 ) -> dict[str, Any]:
-    """Return the arguments as the body has them. Raises WrongArgument."""
+    """Return the fields of the body that hold the arguments. Raises WrongArgument if they cannot be sent."""
     try:
         if pickled:
             return {"pickled": base64.b64encode(cloudpickle.dumps((args, dict(kwargs)))).decode()}

@@ -1,4 +1,4 @@
-"""Bodies of requests that are read while they are sent, so that no more than a part of them is in memory."""
+"""Bodies of requests that are read while they are sent, so that only a part of each is in memory."""
 
 from collections.abc import Iterator, Sequence
 from io import SEEK_END
@@ -13,12 +13,12 @@ class Body(Protocol):
     size_bytes: int
 
     def parts(self) -> Iterator[bytes]:
-        """Yield all of it, anew at each call: a request may be sent again."""
+        """Yield the whole body, from its beginning at each call, because a request may be sent again."""
 
 
 class FileBody:
     def __init__(self, file: BinaryIO) -> None:
-        """The body is the file from its beginning to its end. Raises WrongArgument."""
+        """Make the body from the whole file. Raises WrongArgument if the file cannot be read repeatedly."""
         if not file.seekable():
             raise WrongArgument("the file cannot be read twice, as a retry may need; copy it to a real file")
         self._file = file
@@ -31,7 +31,7 @@ class FileBody:
 
 
 class BuffersBody:
-    """Buffers of bytes one after the other, which are not copied."""
+    """A body of several buffers in sequence, which are not copied."""
 
     def __init__(self, buffers: Sequence[bytes | memoryview]) -> None:
         self._views = [memoryview(buffer) for buffer in buffers]
@@ -44,8 +44,8 @@ class BuffersBody:
 
 
 def is_binary_file(value: Any) -> TypeGuard[BinaryIO]:
-    """Return True if the value is a file that was opened in binary mode. Raises WrongArgument for a file that
-    was opened for text."""
+    """True if the value is a file that was opened in binary mode. Raises WrongArgument for a file that was
+    opened for text."""
     if not hasattr(value, "read") or not hasattr(value, "seek"):
         return False
     if hasattr(value, "encoding"):

@@ -12,7 +12,7 @@ from gpubroker.transport.starting import starting_for_seconds
 from gpubroker.user_places import expanded, state_directory
 
 TASK_VARIABLE = "GPUBROKER_TASK"
-"""Every run has it."""
+"""The variable with the task's id, which every run has."""
 URL_VARIABLE = "GPUBROKER_URL"
 TOKEN_VARIABLE = "GPUBROKER_TOKEN"  # noqa: S105 - the name of a variable, not a token
 
@@ -28,11 +28,11 @@ class Connection:
 def find_service(
     url: str | None = None, token: str | None = None, *, environ: Mapping[str, str] | None = None
 ) -> Connection:
-    """Use `url` and `token` if given, else the environment, else `client.json`, which the service writes for
-    the users of its own machine.
+    """Return the connection for `url` and `token` if given, else from the environment, else from
+    `client.json`, which the service writes for the users of its own machine.
 
-    The file is only read for what is missing, and its token is only sent to its address. Raises Unreachable
-    if no address is known, or if the file is needed and cannot be read.
+    The file is only read for values that are missing, and its token is only sent to its address. Raises
+    Unreachable if no address is known, or if the file is needed and cannot be read.
     """
     environ = _environment() if environ is None else environ
     given = (
@@ -78,8 +78,8 @@ def find_service(
 
 
 def _check_token(token: str | None, given: str | None, name: str) -> None:
-    """Refuse an empty token where no other is known, and one that no header can carry. Raises
-    Unreachable."""
+    """Check the token. Raises Unreachable for an empty token if no other is known, and for a token that no
+    header can carry."""
     if token is None and given is not None:
         raise Unreachable(
             f"{name} is empty: set it to a token (`gpubroker token create` makes one), or unset it to use "
@@ -93,15 +93,16 @@ def _check_token(token: str | None, given: str | None, name: str) -> None:
 
 
 def _environment() -> Mapping[str, str]:
-    """Return the environment of the task that this code runs in, if the runtime of tasks is loaded; else of
-    the process."""
+    """Return the environment of the task in which this code runs, if the runtime of tasks is loaded;
+    otherwise that of the process."""
     runtime = sys.modules.get("gpubroker.runtime.task")
     return os.environ if runtime is None else runtime.environment()
 
 
 def client_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """`client.json` in the data directory of a service on this machine; it may not exist. None if the user
-    has no home directory to look in. Raises Unreachable for a data directory in an unknown home directory."""
+    """Return the path of `client.json` in the data directory of a service on this machine; the file may not
+    exist. Return None if the user has no home directory to look in. Raises Unreachable for a data directory
+    in an unknown home directory."""
     if given := environ.get("GPUBROKER_DATA_DIR"):
         try:
             return expanded(Path(given)) / "client.json"

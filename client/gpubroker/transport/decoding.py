@@ -1,7 +1,7 @@
-"""Decodes the service's JSON to the types of `gpubroker.wire`, by field name.
+"""Decode the service's JSON to the types of `gpubroker.wire`, by field name.
 
-Nothing is validated: a newer service may send fields and values that this version does not know, and an older
-one may leave fields out.
+Values are not validated: a newer service may send fields and values that this version does not know, and an
+older one may leave fields out.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +21,7 @@ __all__ = ["KnownState", "Page", "Raw", "a_page", "decode", "page_of"]
 
 
 def page_of(model: type[S], raw: Raw, **given: Any) -> Page[S]:
-    """Return the items of a list or page, each as `decode` does."""
+    """Return the items of a list or page, each decoded as `decode` does."""
     return a_page((decode(model, item, **given) for item in raw["items"]), raw.get("next_cursor"), raw)
 
 
@@ -32,10 +32,10 @@ def a_page(items: Iterable[T], next_cursor: str | None = None, raw: Raw | None =
 
 
 def decode(model: type[S], raw: Raw, **given: Any) -> S:
-    """Return a value of the model filled by field name; `given` goes before the answer.
+    """Return a value of the model, filled by field name; the fields in `given` win over the answer.
 
-    The type of a field says what becomes of its value. A field that the service did not send has its default,
-    or what its type has for nothing: None, an empty text, no items.
+    The type of a field determines how its value is read. A field that the service did not send has its
+    default, or the empty value of its type: None, an empty text, no items.
     """
     values = {name: value for name, value in given.items() if name in model.__struct_fields__}
     for name, sent_as, read, nothing in _readers_of(model):
@@ -53,8 +53,8 @@ def decode(model: type[S], raw: Raw, **given: Any) -> S:
 
 @cache
 def _readers_of(model: type[Any]) -> tuple[tuple[str, str, Callable[[Any], Any], Any], ...]:
-    """Return for each field its name, its name in JSON, what reads its value, and what it has if nothing was
-    sent: a value, a function that makes one, or NODEFAULT, which leaves it to the model."""
+    """Return for each field its name, its name in JSON, the function that reads its value, and its value if
+    nothing was sent: a value, a function that makes one, or NODEFAULT, which leaves it to the model."""
     hints = get_type_hints(model)
     return tuple(
         (
@@ -68,7 +68,7 @@ def _readers_of(model: type[Any]) -> tuple[tuple[str, str, Callable[[Any], Any],
 
 
 def _reader_of(hint: Any) -> Callable[[Any], Any]:
-    """Return what makes a value of this type of JSON that is not null."""
+    """Return the function that makes a value of this type from JSON that is not null."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return _reader_of(next(part for part in parts if part is not NoneType))

@@ -18,23 +18,23 @@ from gpubroker.transport.bodies import Body
 T = TypeVar("T")
 
 _MODEL_CODES = frozenset({"model-not-ready", "model-not-loaded", "model-queue-timeout"})
-"""The problem codes about one model: the service itself is well."""
+"""The problem codes about one model, with which the service itself is healthy."""
 
 _CALL_CODES = frozenset({"call-failed", "call-timeout", "worker-lost"})
 """The problem codes about one call of a worker's method."""
 
 UNTRUSTED, WRONG_SCHEME = "untrusted-certificate", "wrong-scheme"
 _HOPELESS = frozenset({UNTRUSTED, WRONG_SCHEME})
-"""Codes of connections that no retry mends."""
+"""The codes of failed connections for which retries do not help."""
 
 _FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 _NOTHING_DONE = frozenset({429, 503})
 """The statuses which promise that nothing was done and that a retry may help."""
 _UNKNOWN_OUTCOME = frozenset({502, 504})
-"""The statuses of a proxy: the service may have carried out the request."""
+"""The statuses of a proxy, after which the service may or may not have carried out the request."""
 _LOAD_FAILED = "model-not-loaded"
-"""The code that the service itself sends with 502: a retry would fail the same way."""
+"""The code that the service itself sends with 502; a retry would fail again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`headers` has lower-case names."""
+    """One HTTP answer. `headers` has lower-case names."""
 
     status: int
     headers: Mapping[str, str]
@@ -80,11 +80,12 @@ Steps = Generator[Call | Pause, Answer | None, T]
 
 
 def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
-    """Send a call; after a lost connection or a temporary refusal, retry for `retry_seconds`.
+    """Send a call and return its answer; after a lost connection or a temporary refusal, retry for
+    `retry_seconds`.
 
     The time counts from the first failure, so a request that timed out is retried however long it took. A
-    call that is not repeatable is only repeated if the answer says that nothing was done.
-    Raises Refused, Unreachable or BrokerError; a returned answer has a status below 400.
+    call that is not repeatable is only repeated if the answer says that nothing was done. Raises Refused,
+    Unreachable or BrokerError; a returned answer has a status below 400.
     """
     give_up_at: float | None = None
     for attempt in itertools.count():
@@ -111,13 +112,13 @@ def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
 
 
 def pause_seconds(attempt: int) -> float:
-    """Return the pause after an attempt, counted from 0."""
+    """Return the seconds to wait after an attempt. Attempts are counted from 0."""
     longest = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(attempt, 16), LONGEST_PAUSE_SECONDS)
     return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, guards nothing
 
 
 def error_of(answer: Answer) -> BrokerError:
-    """The exception for an answer of 400 or more, from its problem document if it has one."""
+    """Return the exception for an answer of 400 or more, from its problem document if it has one."""
     try:
         problem = json.loads(answer.content)
     except ValueError:
@@ -130,7 +131,8 @@ def error_of(answer: Answer) -> BrokerError:
 def error_of_problem(
     problem: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None
 ) -> BrokerError:
-    """The exception for a problem document of the service, or of Triton, which has `error` and no codes."""
+    """Return the exception for a problem document of the service, or of Triton, whose documents have `error`
+    and no codes."""
     detail = problem.get("detail") or problem.get("title") or problem.get("error")
     headers = headers or {}
     code = str(problem.get("code", ""))

@@ -1,4 +1,4 @@
-"""Explains why a connection failed, in words that say what to do."""
+"""Explain why a connection failed, and what to do."""
 
 import os
 import socket
@@ -16,7 +16,8 @@ _CERTIFICATES = "SSL_CERT_FILE"
 
 
 def unreachable(connection: Connection, error: Exception) -> Unreachable:
-    """Say why there was no answer. May connect once more, to see whether the address speaks TLS."""
+    """Return the exception that says why there was no answer. May connect once more, to find out whether the
+    address speaks TLS."""
     where, fault = f"{connection.url} ({connection.source})", _tls_fault(error)
     if isinstance(fault, ssl.SSLCertVerificationError):
         return Unreachable(f"the certificate of {where} {_distrust(fault)}", code=UNTRUSTED)
@@ -36,20 +37,20 @@ def unreachable(connection: Connection, error: Exception) -> Unreachable:
 
 
 def check_scheme(connection: Connection, response: httpx.Response) -> None:
-    """Refuse an answer that only says that this is the wrong address: a redirection, or what a server with
-    TLS says to a request without. Raises Unreachable."""
+    """Refuse an answer that shows that the address is wrong: a redirection, or the answer of a TLS server to
+    a request without TLS. Raises Unreachable."""
     where = f"{connection.url} ({connection.source})"
     if response.has_redirect_location:
-        there = response.headers["location"][:200]
-        raise Unreachable(f"{where} sends clients on to {there}; use that address", code=WRONG_SCHEME)
+        location = response.headers["location"][:200]
+        raise Unreachable(f"{where} sends clients on to {location}; use that address", code=WRONG_SCHEME)
     says_https = response.status_code == 400 and b"HTTPS" in response.content[:1000]
     if says_https and "json" not in response.headers.get("content-type", ""):
         raise Unreachable(f"{where} speaks TLS; write https:// instead of http://", code=WRONG_SCHEME)
 
 
 def trusted_certificates() -> ssl.SSLContext:
-    """Return the authorities that `SSL_CERT_FILE` or `SSL_CERT_DIR` names, else those of certifi; also for
-    an address of this machine. Raises Unreachable if the file is none."""
+    """Return the certificate authorities that `SSL_CERT_FILE` or `SSL_CERT_DIR` names, else those of certifi;
+    also for an address of this machine. Raises Unreachable if the file has no certificates."""
     try:
         return httpx.create_ssl_context()
     except OSError as error:
@@ -63,7 +64,7 @@ def trusted_certificates() -> ssl.SSLContext:
 
 
 def _tls_fault(error: BaseException | None) -> ssl.SSLError | None:
-    """Return the fault of TLS that an error of httpx began with."""
+    """Return the TLS error that caused an error of httpx; None if there is none."""
     while error is not None and not isinstance(error, ssl.SSLError):
         error = error.__cause__ or error.__context__
     return error
@@ -83,7 +84,7 @@ def _distrust(fault: ssl.SSLCertVerificationError) -> str:
 def _speaks_tls(url: str) -> bool:
     address = httpx.URL(url)
     context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent to it
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # no data is sent over this connection
     try:
         with socket.create_connection((address.host, address.port or 80), _LOOK_SECONDS) as plain:
             context.wrap_socket(plain, server_hostname=address.host).close()

@@ -1,4 +1,5 @@
-"""Carry out steps over httpx: a Call is a request, its response an Answer, a lost connection Unreachable."""
+"""Carry out steps over httpx: a Call becomes a request, its response an Answer, a lost connection
+Unreachable."""
 
 import socket
 import time
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 _CONNECT_SECONDS = 5.0
 _EVENT = b"data:"
-"""Triton writes the refusal of a stream as an event."""
+"""The prefix with which Triton writes the refusal of a stream, as an event."""
 _LOOK_SECONDS = 0.2
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -98,7 +99,7 @@ class SyncHttp(SyncCaller):
                     return
         except BaseException as fault:
             if listed.leave is not None and not isinstance(fault, Unreachable):
-                with suppress(BrokerError):  # what ended the iteration says more
+                with suppress(BrokerError):  # the fault that ended the iteration says more
                     self._carry_out(listed.leave())
             raise
 
@@ -118,7 +119,7 @@ class SyncHttp(SyncCaller):
 
 
 class AsyncHttp(AsyncCaller):
-    """`SyncHttp` for asyncio."""
+    """One pooled connection to the service for asyncio, with the methods of `SyncHttp`."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class AsyncHttp(AsyncCaller):
 
     async def _perform(self, step: Call | Pause) -> Answer | None:
         if isinstance(step, Pause):
-            from asyncio import sleep  # 30 ms, which programs without asyncio need not wait for
+            from asyncio import sleep  # this import takes 30 ms, which programs without asyncio save
 
             await sleep(step.seconds)
             return None
@@ -218,7 +219,8 @@ class AsyncHttp(AsyncCaller):
 
 
 def _named(broker: SyncHttp | AsyncHttp) -> str:
-    """Return the broker's class and address, without the user name and password that the address may have."""
+    """Return the broker's class and address, without a user name and password that the address may
+    contain."""
     url = httpx.URL(broker.connection.url).copy_with(username=None, password=None)
     return f"<{type(broker).__name__} {url}>"
 
@@ -255,7 +257,7 @@ def _request_of(call: Call, timeout_seconds: float) -> dict[str, Any]:
 
 
 async def _looked_at(connection: Connection, error: httpx.TransportError) -> Unreachable:
-    """Looking at the address once more may take a second."""
+    """Return the explanation of a failed connection, found in a thread because it may take a second."""
     from asyncio import to_thread
 
     return await to_thread(unreachable, connection, error)
@@ -270,7 +272,7 @@ async def _in_a_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _answer_of(response: httpx.Response, prefix: bytes = b"") -> Answer:
-    """`prefix`: bytes that may stand before the answer."""
+    """Return the Answer for a response. `prefix` are bytes that may stand before its content."""
     return Answer(
         response.status_code,
         {name.lower(): text for name, text in response.headers.items()},
@@ -279,8 +281,8 @@ def _answer_of(response: httpx.Response, prefix: bytes = b"") -> Answer:
 
 
 def check_listening(http: SyncHttp) -> None:
-    """Check at once that the address takes connections at all. Raises Unreachable if it refuses them; knows
-    nothing of an address that is reached through a proxy, or by a transport of one's own."""
+    """Check that the address accepts connections at all. Raises Unreachable if it refuses them. An address
+    that is reached through a proxy, or by a custom transport, is not checked."""
     connection = http.connection
     url = httpx.URL(connection.url)
     if http.is_direct and (url.host in _LOOPBACK or not getproxies()):
@@ -290,7 +292,7 @@ def check_listening(http: SyncHttp) -> None:
         except ConnectionRefusedError as error:
             raise unreachable(connection, error) from error
         except OSError:
-            pass  # a request says more
+            pass  # the following request explains the fault better
 
 
 def _check_open(http: httpx.Client | httpx.AsyncClient) -> None:

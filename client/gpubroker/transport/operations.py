@@ -4,7 +4,7 @@
         @operation
         def get(self, task: AnyTask) -> Steps[Task]: ...
 
-`Broker.get` returns the Task, `AsyncBroker.get` is a coroutine function.
+`Broker.get` returns the Task; `AsyncBroker.get` is a coroutine function that returns it.
 """
 
 import inspect
@@ -31,31 +31,32 @@ S = TypeVar("S", bound=Struct)
 
 @dataclass(frozen=True, slots=True)
 class Pages(Generic[T]):
-    """A list of the service; `fetch` gets the page at a cursor, None for the first. `leave` is carried out if
-    the iteration ends before the last item was taken."""
+    """A list of the service in pages. `fetch` returns the page at a cursor, which is None for the first page.
+    `leave` is carried out if the iteration ends before the last item was taken."""
 
     fetch: Callable[[str | None], Steps[Page[T]]]
     leave: Callable[[], Steps[None]] | None = None
 
 
 class Reading(ABC, Generic[T]):
-    """An answer of any length that is read as it comes. If it breaks off, another call reads on."""
+    """An answer of any length that is read as it arrives. If it breaks off, another call continues."""
 
     @abstractmethod
     def next_call(self) -> Steps[Call | None]:
-        """The call that reads on; None at the end."""
+        """Return the call that continues the reading; None at the end."""
 
     @abstractmethod
     def take(self, data: bytes) -> Iterable[T]:
-        """The items that these bytes complete."""
+        """Return the items that these bytes complete."""
 
     @abstractmethod
     def end(self, fault: Unreachable | None) -> Iterable[T]:
-        """The answer has ended, or was broken off by this fault: the items that are left."""
+        """Return the remaining items after the answer has ended, or has broken off with `fault`."""
 
 
 class Lines(Reading[T]):
-    """An answer that comes line by line, and is asked for once; `read` makes an item of a line, or None."""
+    """An answer that arrives line by line and is requested once. `read` makes an item of a line, or returns
+    None."""
 
     def __init__(self, call: Call, read: Callable[[str], T | None]) -> None:
         self._call: Call | None = call
@@ -105,8 +106,8 @@ class Operations:
         headers: Mapping[str, str] | None = None,
         patience_seconds: float = 0.0,
     ) -> Steps[Any]:
-        """Have something made; with one key (default: a new one) it is made once, however often it is asked
-        for. Returns the JSON of the answer."""
+        """Create something with a POST. With one key (default: a new one) it is created only once, however
+        often the request is sent. Return the JSON of the answer."""
         headers = {**(headers or {}), "Idempotency-Key": f'"{key or uuid.uuid4().hex}"'}
         call = Call("POST", path, body=body, headers=headers, patience_seconds=patience_seconds)
         return (yield from self._send(call)).json()
@@ -114,7 +115,7 @@ class Operations:
     def _pages(
         self, model: type[S], path: str, *, context: Mapping[str, Any] | None = None, **params: Any
     ) -> Pages[S]:
-        """Return a list of the service that has a cursor. `context`: further fields of each item."""
+        """Return a list of the service that has a cursor. `context` has further fields for each item."""
 
         def fetch(cursor: str | None) -> Steps[Page[S]]:
             raw = yield from self._ask("GET", path, **params, cursor=cursor)
@@ -123,7 +124,7 @@ class Operations:
         return Pages(fetch)
 
     def _whole(self, model: type[S], path: str, **params: Any) -> Steps[Page[S]]:
-        """An overview of the service that may come in pages, as one."""
+        """Return an overview of the service, which may arrive in pages, as one page."""
         raw = first = yield from self._ask("GET", path, **params)
         items = list(raw["items"])
         while cursor := raw.get("next_cursor"):
@@ -157,11 +158,11 @@ class SyncCaller(ABC):
 
     @abstractmethod
     def _items(self, listed: Listed[T]) -> Iterator[T]:
-        """Yield the items of all pages, each fetched when it is needed, or all lines as they come."""
+        """Yield the items of all pages, each page fetched when it is needed, or all lines as they arrive."""
 
 
 class AsyncCaller(ABC):
-    """`SyncCaller` for asyncio."""
+    """Carries out operations for asyncio and returns their values."""
 
     @abstractmethod
     async def _carry_out(self, steps: Steps[T]) -> T: ...
@@ -171,7 +172,7 @@ class AsyncCaller(ABC):
 
 
 class operation(Generic[P, T]):  # noqa: N801  # a decorator
-    """A method of both brokers, from a generator of steps: its value, or a coroutine of it."""
+    """Makes a generator of steps a method of both brokers, which returns its value or a coroutine of it."""
 
     def __init__(self, steps: Callable[Concatenate[Any, P], Steps[T]]) -> None:
         def call(self: SyncCaller, *args: P.args, **options: P.kwargs) -> T:
@@ -195,7 +196,8 @@ class operation(Generic[P, T]):  # noqa: N801  # a decorator
 
 
 class listing(Generic[P, T]):  # noqa: N801  # a decorator
-    """A method of both brokers that iterates over all items, from a function that returns what is Listed."""
+    """Makes a function that returns what is Listed a method of both brokers, which iterates over all
+    items."""
 
     def __init__(self, pages: Callable[Concatenate[Any, P], Listed[T]]) -> None:
         def call(self: SyncCaller, *args: P.args, **options: P.kwargs) -> Iterator[T]:
@@ -219,7 +221,7 @@ class listing(Generic[P, T]):  # noqa: N801  # a decorator
 
 
 def _documented(function: Callable[..., Any], written: Callable[..., Any], iterator: Any = None) -> Any:
-    """Give a method the name, text and signature of the operation as it was written."""
+    """Give a method the name, docstring and signature of the operation as it was written."""
     update_wrapper(function, written)
     signature = inspect.signature(written)
     value = get_args(signature.return_annotation)[-1]

@@ -1,5 +1,5 @@
-"""Finds out whether a service with this data directory is being started. While it starts, a service has a
-locked file there."""
+"""Find out whether a service with this data directory is starting. While a service starts, it holds a lock on
+a file there."""
 
 import time
 from contextlib import suppress
@@ -7,10 +7,11 @@ from pathlib import Path
 
 
 def starting_for_seconds(data_dir: Path) -> float | None:
-    """Return for how long a service has been starting; None if none is, or if it cannot be known."""
+    """Return for how many seconds a service has been starting; None if none is starting, or if that is
+    unknown."""
     try:
         import fcntl
-    except ImportError:  # not on this system, where no service runs either
+    except ImportError:  # this system lacks fcntl, and no service runs on it either
         return None
     for path in data_dir.glob("starting-*.lock"):
         with suppress(OSError), path.open() as file:

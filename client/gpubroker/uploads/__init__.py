@@ -1,1 +1,1 @@
-"""Directories that travel with tasks: what is sent of one, and in which form."""
+"""Directories that are sent with tasks: which files are sent, and in which form."""

@@ -27,10 +27,10 @@ _REMEDY = "name it in .gpubrokerignore"
 
 
 class Archive:
-    """The archive of a directory, which is read anew each time: a `transport.bodies.Body`."""
+    """The archive of a directory, read from the files each time it is sent: a `transport.bodies.Body`."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        """Raises WrongArgument for what cannot be sent."""
+        """Compute the layout of the archive. Raises WrongArgument for files that cannot be sent."""
         self._members = [(_head(entry), entry) for entry in entries]
         self.size_bytes = len(END) + sum(
             len(head) + _padded(_content(entry)) for head, entry in self._members
@@ -38,14 +38,15 @@ class Archive:
 
     @cached_property
     def id(self) -> str:
-        """The SHA-256 of its bytes, which is the id of the object that it becomes. Raises WrongArgument."""
+        """The SHA-256 of the archive's bytes, which is the id of the object that it becomes. Raises
+        WrongArgument."""
         digest = hashlib.sha256()
         for part in self.parts():
             digest.update(part)
         return digest.hexdigest()
 
     def parts(self) -> Iterator[bytes]:
-        """Yield all of it. Raises WrongArgument for files that cannot be read any more."""
+        """Yield the bytes of the archive. Raises WrongArgument for files that can no longer be read."""
         part = bytearray()
         for head, entry in self._members:
             part += head
@@ -60,8 +61,8 @@ class Archive:
 
 
 def archive_of(directory: Path, limits: ArchiveLimits) -> Archive:
-    """Return the archive of a directory: names in their order, modes, empty directories, and links that stay
-    inside; no times and no owners. Raises WrongArgument for what cannot be sent."""
+    """Return the archive of a directory: sorted names, modes, empty directories, and links that stay inside;
+    no times and no owners. Raises WrongArgument for files that cannot be sent."""
     if not directory.is_dir():
         found = "is not a directory" if directory.exists() else "does not exist"
         raise WrongArgument(f"upload: {directory} {found}; name the directory to send")
@@ -86,7 +87,7 @@ def _head(entry: Entry) -> bytes:
 
 
 def _content(entry: Entry) -> int:
-    """Return how many bytes of content it has."""
+    """Return the number of content bytes of an entry."""
     return entry.status.st_size if stat.S_ISREG(entry.status.st_mode) else 0
 
 
@@ -95,22 +96,22 @@ def _padded(size_bytes: int) -> int:
 
 
 def _content_of(entry: Entry, size_bytes: int) -> Iterator[bytes]:
-    left = size_bytes
+    unread_bytes = size_bytes
     try:
         with open(os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
-            while left and (part := file.read(min(left, _PART_BYTES))):
+            while unread_bytes and (part := file.read(min(unread_bytes, _PART_BYTES))):
                 yield part
-                left -= len(part)
+                unread_bytes -= len(part)
     except OSError as fault:
         raise WrongArgument(
             f"{entry.path} cannot be read: {fault.strerror}; allow it, or {_REMEDY}"
         ) from None
-    if left:
+    if unread_bytes:
         raise WrongArgument(f"{entry.path} became shorter while it was read; submit again, or {_REMEDY}")
 
 
 def _inner_target(entry: Entry) -> str:
-    """Return where a link points. Raises WrongArgument if that is not below the uploaded directory."""
+    """Return the target of a link. Raises WrongArgument if it is not below the uploaded directory."""
     target = os.readlink(entry.path)
     if not stays_inside(entry.name, target):
         raise WrongArgument(
@@ -121,7 +122,8 @@ def _inner_target(entry: Entry) -> str:
 
 
 def _check_size(directory: Path, entries: Sequence[Entry], limits: ArchiveLimits) -> None:
-    """Raises WrongArgument if there is too much, and names what takes most."""
+    """Check the size and number of the entries. Raises WrongArgument, which names the largest parts, if they
+    are too many."""
     size_bytes = sum(entry.status.st_size for entry in entries if stat.S_ISREG(entry.status.st_mode))
     if len(entries) > limits.most_files:
         counted = Counter(str(PurePosixPath(entry.name).parent) for entry in entries)

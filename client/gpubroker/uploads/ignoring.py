@@ -1,4 +1,4 @@
-"""Which files of a directory are left out: `.git`, `__pycache__`, and what ignore files name."""
+"""Select the files of a directory that are left out: `.git`, `__pycache__`, and what ignore files name."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -11,32 +11,32 @@ from gpubroker.errors import WrongArgument
 
 NEVER_SENT = frozenset({".git", "__pycache__"})
 _IGNORE_FILES = (".gitignore", ".gpubrokerignore")
-"""In each directory, the later one has the last word."""
+"""The names of ignore files, read in this order in each directory: the last rule that matches decides."""
 _GIT_EXCLUDES = Path(".git", "info", "exclude")
 
 
 class _Rules(NamedTuple):
-    """The lines of one ignore file. Of a file in the uploaded directory or below, `within` is its place; of
-    one above, `above` is the path from there to the uploaded directory."""
+    """The lines of one ignore file. `within` is the place of a file in the uploaded directory or below;
+    `above` is the path from the directory of a file above to the uploaded directory."""
 
     spec: GitIgnoreSpec
     within: str
     above: str = ""
 
     def verdict(self, path: str) -> bool | None:
-        """True if the path is left out, False if it is named with a `!`, None if nothing is said of it."""
+        """True if the path is left out, False if a line with `!` includes it, None if no line matches it."""
         return self.spec.check_file(self.above + path.removeprefix(self.within)).include
 
 
 class Entry(NamedTuple):
     name: str
-    """Below the uploaded directory."""
+    """The path relative to the uploaded directory."""
     path: Path
     status: os.stat_result
 
 
 def entries_of(root: Path) -> Iterator[Entry]:
-    """Yield what is sent of a directory, each directory before what is in it, in the order of the names.
+    """Yield the entries of a directory that are sent, each directory before its contents, sorted by name.
     Raises WrongArgument for what cannot be read."""
     yield from _entries(root, "", tuple(_rules_above(root)))
 
@@ -44,12 +44,12 @@ def entries_of(root: Path) -> Iterator[Entry]:
 def _entries(directory: Path, within: str, rules: Sequence[_Rules]) -> Iterator[Entry]:
     rules = (*rules, *_rules_in(directory, within))
     try:
-        found = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        listed = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except OSError as fault:
         raise WrongArgument(
             f"{directory} cannot be read: {fault.strerror}; allow it, or name it in .gpubrokerignore"
         ) from None
-    for entry in found:
+    for entry in listed:
         name = within + entry.name
         is_directory = entry.is_dir(follow_symlinks=False)
         if entry.name in NEVER_SENT or _is_ignored(f"{name}/" if is_directory else name, rules):
@@ -60,7 +60,7 @@ def _entries(directory: Path, within: str, rules: Sequence[_Rules]) -> Iterator[
 
 
 def _is_ignored(name: str, rules: Sequence[_Rules]) -> bool:
-    """The innermost file that says anything of the path decides, as in git."""
+    """True if the path is left out: the innermost file with a matching line decides, as in git."""
     verdicts = (one.verdict(name) for one in reversed(rules))
     return next((verdict for verdict in verdicts if verdict is not None), False)
 
@@ -72,7 +72,7 @@ def _rules_in(directory: Path, within: str) -> Iterator[_Rules]:
 
 
 def _rules_above(root: Path) -> Iterator[_Rules]:
-    """Yield the rules of the directories above, up to the top of the git work tree that this one is in."""
+    """Yield the rules of the directories above, up to the top of the git work tree that contains this one."""
     root = root.resolve()
     above = (root, *root.parents)
     top = next((number for number, one in enumerate(above) if (one / ".git").exists()), 0)

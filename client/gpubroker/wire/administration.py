@@ -43,10 +43,10 @@ class Health(Answered, frozen=True):
 
 
 class Readiness(Answered, frozen=True):
-    """The readiness of the process. Each part is `ok`, or begins with one word for what it is instead.
+    """The readiness of the process. Each part is `ok`, or begins with a word for its state.
 
-    While `nodes` are `paused` the process is ready: all other nodes work. So it is while the `clock` is
-    `contradicted`: all but pruning goes on.
+    The process is also ready while `nodes` are `paused`, since all other nodes work, and while the `clock` is
+    `contradicted`, since everything except pruning goes on.
     """
 
     status: Literal["ready", "not_ready"]

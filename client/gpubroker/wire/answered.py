@@ -1,4 +1,4 @@
-"""The parts of which answers are made: times, states, lists and pages, and the base of all answers."""
+"""The building blocks of answers: times, states, lists and pages, and the base of all answers."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -29,7 +29,7 @@ class Time(datetime):
 
 
 def plain(value: object) -> str:
-    """Return what stands in JSON for a value that msgspec does not know. Raises TypeError for other types."""
+    """Return the JSON form of a value that msgspec does not know. Raises TypeError for other types."""
     if isinstance(value, Time):
         return str(value)
     raise TypeError(f"{type(value).__name__} has no form in JSON")
@@ -44,20 +44,19 @@ class Answered(Struct, frozen=True, dict=True):
 
     @property
     def raw(self) -> Raw:
-        """All fields that the service answered, including those that this version of the SDK does not
-        know."""
+        """All fields that the service sent, including those that this version of the SDK does not know."""
         raw: Raw | None = self.__dict__.get("raw")
         return to_builtins(self, enc_hook=plain) if raw is None else raw
 
     def with_raw(self, raw: Raw) -> Self:
-        """Keep the answer from which this value was made; returns the value."""
+        """Attach the answer from which this value was made, and return the value."""
         self.__dict__["raw"] = raw
         return self
 
 
 class KnownState(StrEnum):
-    """States of which newer services may have more. The SDK shows any other as UNKNOWN, and the value of
-    `raw["state"]` names it."""
+    """States to which newer services may add more. The SDK shows any other as UNKNOWN, and `raw["state"]` has
+    its name."""
 
     @classmethod
     def _missing_(cls, _value: object) -> Self:
@@ -65,7 +64,7 @@ class KnownState(StrEnum):
 
 
 class SettledState(KnownState):
-    """States that the document of the API lists, so that no service has others."""
+    """States that are all listed in the document of the API, so that no service has others."""
 
 
 class Listed(Answered, Generic[T], frozen=True):

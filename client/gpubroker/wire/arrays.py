@@ -13,7 +13,7 @@ class ArrayState(SettledState):
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
-    """Some items failed, or are left although no worker is."""
+    """Some items failed, or were not done although no worker is left."""
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
 

@@ -1,4 +1,4 @@
-"""The bounds of what a task, a default and a rule of the operator may say."""
+"""The bounds of the values that tasks, defaults and the operator's rules may have."""
 
 from typing import Annotated
 
@@ -7,11 +7,11 @@ from msgspec import Meta
 MOST_PRIORITY = 100
 MOST_RETRIES = 100
 MOST_ITEMS = 10_000_000
-"""The most items of one array."""
+"""The largest number of items of one array."""
 MOST_GRACE_SECONDS = 3600.0
 
 Priority = Annotated[int, Meta(ge=0, le=MOST_PRIORITY)]
-"""A priority as a number; settings may also name a band instead."""
+"""A priority as a number. In settings, a band's name may stand in its place."""
 
 Retries = Annotated[int, Meta(ge=0, le=MOST_RETRIES)]
 GraceSeconds = Annotated[float, Meta(ge=0, le=MOST_GRACE_SECONDS)]

@@ -1,4 +1,4 @@
-"""GPUs: what is leased, used and free, by which holders, and what was measured lately."""
+"""GPUs: their leased, used and free memory, their holders, and recent measurements."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -11,7 +11,8 @@ from gpubroker.wire.tasks import Overused
 
 
 class History(Answered, frozen=True):
-    """Means of `step_seconds` each, the oldest first; null: nothing was measured then."""
+    """Means over intervals of `step_seconds`, the oldest first; null stands for an interval without a
+    measurement."""
 
     since: Time
     step_seconds: float
@@ -48,7 +49,7 @@ class Holder(Answered, frozen=True):
 
 
 class Pledge(Answered, frozen=True):
-    """Memory that is being freed for one waiting task; `task` is null if it is another tenant's."""
+    """Memory that is being freed for one waiting task; `task` is null if the task is another tenant's."""
 
     task: str | None
     gpu_mb: int
@@ -60,7 +61,7 @@ class Pledge(Answered, frozen=True):
 
 
 class GpuHealth(Struct, frozen=True):
-    """The driver's values of a whole GPU besides its use; null where it has none."""
+    """The driver's values of a whole GPU besides its use; null where the driver has no value."""
 
     power_watts: float | None = None
     temperature_celsius: float | None = None
@@ -88,7 +89,7 @@ class GpuHealth(Struct, frozen=True):
 
 
 class ClosedGpu(Answered, frozen=True):
-    """Why nothing new starts on a GPU. What runs there goes on."""
+    """The reason why nothing new starts on a GPU. Runs on the GPU go on."""
 
     cause: Annotated[
         str,
@@ -103,7 +104,7 @@ class ClosedGpu(Answered, frozen=True):
 
 
 class Gpu(Answered, frozen=True, kw_only=True):
-    """A device, its holders, and what is free of it."""
+    """A device, its holders, and its free memory."""
 
     key: str
     uuid: str

@@ -54,7 +54,7 @@ class DeviceHolder(MemoryHolder, frozen=True):
 
 
 class OtherRun(MemoryHolder, frozen=True):
-    """A run that would be stopped, or that would not be. `id` and `name` are null for another tenant's."""
+    """A run that would be stopped, or would not be. `id` and `name` are null for another tenant's run."""
 
     node: str | None
     lost_gpu_seconds: Annotated[float, Meta(description="The work that is lost if it is stopped.")]
@@ -73,7 +73,7 @@ class ProtectedRun(OtherRun, frozen=True):
 
 
 class PreemptionCounts(Answered, frozen=True):
-    """The reason why no run is stopped for a task, or the statement that some would be."""
+    """The reason why no run is stopped for a task, or the statement that some runs would be stopped."""
 
     why: Annotated[str, Meta(description="A stable token, such as all_shielded or not_enough.")]
     message: str
@@ -83,7 +83,7 @@ class PreemptionCounts(Answered, frozen=True):
 
 
 class Preemption(PreemptionCounts, frozen=True):
-    """The reason why no run is stopped for a task, or the runs that would be."""
+    """The reason why no run is stopped for a task, or the runs that would be stopped."""
 
     runs: Annotated[
         tuple[ProtectedRun, ...], Meta(description="The most relevant of these runs, at most 20.")
@@ -132,8 +132,8 @@ class Quota(Answered, frozen=True):
 
 
 class RankVerdict(Answered, frozen=True):
-    """The verdict on one rank of a gang. Ranks are judged together as long as they have room together; after
-    the first that has none, each is judged by itself."""
+    """The verdict on one rank of a gang. Ranks are judged together until one finds no room; each rank after
+    that is judged alone."""
 
     rank: int
     place: Annotated[Place | None, Meta(description="The place with room for it.")]
@@ -200,8 +200,8 @@ class Outlook(Answered, frozen=True, kw_only=True):
 
 
 class Explanation(Outlook, frozen=True, kw_only=True):
-    """The reasons why a task waits, or what it is doing. `blockers` has everything that it waits for,
-    `remedies` the changes that would help, each found by planning the task again with that change."""
+    """The reasons why a task waits, or what the task is doing. `blockers` has everything that the task waits
+    for, `remedies` the changes that would help, each found by planning the task again with that change."""
 
     id: str
     name: str
@@ -247,5 +247,5 @@ class Simulation(Outlook, frozen=True, kw_only=True):
 
     @property
     def starts(self) -> bool:
-        """True if it would start at once, or as soon as its victims have left."""
+        """True if the task would start at once, or as soon as its victims have left."""
         return self.verdict in ("starts", "preempts")

@@ -10,7 +10,7 @@ from gpubroker.wire.answered import Answered, AsOf, Time
 
 
 class Diagnosis(Struct, frozen=True):
-    """A fault of the fleet, or of a machine of it, with its cause and a remedy."""
+    """A fault of the fleet or of one of its machines, with its cause and a remedy."""
 
     kind: Annotated[str, Meta(description="A stable token; clients must expect new ones.")]
     subject: Annotated[str, Meta(description="The device, node, task, model or part that it is about.")]
@@ -21,7 +21,7 @@ class Diagnosis(Struct, frozen=True):
 
 
 class Finding(Diagnosis, Answered, frozen=True):
-    """Something that is wrong with the fleet, or with a machine of it."""
+    """A fault that was found in the fleet or on one of its machines."""
 
     first_seen_at: Annotated[
         Time, Meta(description="Since when it is so; if that is not known, since the leader noticed.")
@@ -75,14 +75,14 @@ class SpareNode(Capacity, frozen=True):
 
 
 class Spare(Capacity, frozen=True):
-    """Nodes of which nothing is held, and which no waiting task could use."""
+    """Nodes on which nothing is held, and which no waiting task could use."""
 
     nodes: tuple[SpareNode, ...]
 
 
 class AutoscalingDemand(AsOf, frozen=True):
-    """The demand that waiting tasks lack, the capacity that all tasks need together, and what could be given
-    back."""
+    """The demand that waiting tasks lack, the capacity that all tasks need together, and the capacity that
+    could be given back."""
 
     unmet: Annotated[
         Unmet,

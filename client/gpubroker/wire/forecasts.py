@@ -29,7 +29,8 @@ class Expected(Answered, frozen=True):
 
 
 class ForecastsKept(Answered, frozen=True):
-    """The accuracy of the first forecasts of the starts of tasks that had the same basis."""
+    """The accuracy of the forecasts of starts that had the same basis. The first forecast of each task
+    counts."""
 
     basis: Annotated[str, Meta(description="The basis of these forecasts: `stated`, `learned` or `guess`.")]
     n: Annotated[

@@ -15,7 +15,7 @@ class LeaseState(KnownState):
     PENDING = "pending"
     HELD = "held"
     STOPPING = "stopping"
-    """The holder is asked to leave."""
+    """The holder has been asked to leave."""
     QUARANTINED = "quarantined"
     """The lease has ended without a release: its memory still counts as used."""
     ENDED = "ended"
@@ -76,5 +76,5 @@ class Lease(Answered, frozen=True):
 
     @property
     def interval_seconds(self) -> float:
-        """The time after which to renew it."""
+        """The seconds after which to renew the lease."""
         return min(self.ttl_seconds / 3, _LONGEST_INTERVAL_SECONDS)

@@ -1,4 +1,4 @@
-"""Models of inference servers: where each is, whether it is in memory, and how much of it one takes."""
+"""Models of inference servers: where each is, whether it is in memory, and how much memory it takes."""
 
 from typing import Annotated, Literal
 
@@ -7,11 +7,11 @@ from msgspec import Meta
 from gpubroker.wire.answered import Answered, Time
 
 ModelState = Literal["resident", "loading", "draining", "waiting", "cold"]
-"""The states in the order of a list: models with memory come first."""
+"""The states in the order of a list, in which models with memory come first."""
 
 
 class ServedModel(Answered, frozen=True):
-    """A model on a server, and what it holds or waits for."""
+    """A model on a server, with what it holds or waits for."""
 
     name: str
     server: str

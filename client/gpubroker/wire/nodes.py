@@ -1,4 +1,4 @@
-"""Nodes: what they have, what is held and measured of it, and how full their disks are."""
+"""Nodes: their capacity, how much of it is held and measured, and how full their disks are."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -10,7 +10,7 @@ from gpubroker.wire.devices import Gpu, History
 
 
 class Amount(Answered, frozen=True):
-    """An amount that a node has. `used`: held by what runs there, whatever it really uses."""
+    """An amount that a node has. `used` is the amount held by runs on the node, whatever they really use."""
 
     total: float
     used: float
@@ -83,7 +83,7 @@ class ObjectStore(Answered, frozen=True):
 
 
 class MeasuredNode(Answered, frozen=True):
-    """The machine as last measured, whatever uses it."""
+    """The machine as measured last, whichever programs use it."""
 
     sampled_at: Time
     stale: Annotated[bool, Meta(description="True if it was not measured recently.")]
@@ -189,7 +189,7 @@ class CleanedFile(Answered, frozen=True, rename={"file_class": "class"}):
 
 
 class NodeDisk(Answered, frozen=True):
-    """The disks of a node, and the files below the operator's roots that may go."""
+    """The disks of a node, and the files below the operator's roots that may be deleted."""
 
     node: str
     taken_at: Time

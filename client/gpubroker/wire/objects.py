@@ -8,7 +8,7 @@ from gpubroker.wire.answered import Answered, Time
 
 
 class StoredObject(Answered, frozen=True):
-    """Bytes that are stored once, and named by the digest of them."""
+    """Bytes that are stored once and named by their digest."""
 
     id: Annotated[str, Meta(description="The sha256 of its bytes, in hexadecimal.")]
     size_bytes: int
@@ -17,7 +17,7 @@ class StoredObject(Answered, frozen=True):
 
 
 class ObjectUsage(Answered, frozen=True):
-    """The bytes that the objects of a tenant count, and their limit."""
+    """The total bytes of a tenant's objects, and their limit."""
 
     counted_bytes: Annotated[
         int | None,

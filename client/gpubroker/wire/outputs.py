@@ -8,7 +8,7 @@ from gpubroker.wire.answered import Answered, Time
 
 
 class Output(Answered, frozen=True):
-    """What was collected of one run: of an attempt, and of a rank in it."""
+    """The files that were collected of one run, which is an attempt and a rank in it."""
 
     task: Annotated[str, Meta(description="Of an array or a worker set: the worker.")]
     attempt: int

@@ -49,8 +49,8 @@ class MissingGpus(Answered, frozen=True):
 
 
 class Missing(Answered, frozen=True):
-    """The least that would have to be added: what has no place, less what is left. All zero, although it does
-    not fit: enough is left, but in pieces, or a limit or a quota is in the way."""
+    """The least that would have to be added: the amounts without a place, minus those left. If all are zero
+    although the plan does not fit, enough is left but in pieces, or a limit or a quota prevents it."""
 
     gpus: tuple[MissingGpus, ...]
     cpu: float

@@ -1,7 +1,7 @@
 """The operator's configuration, and each tenant's part of it.
 
-The settings are read into `GpuKind`, `Pool`, `TaskMaximum`, `TenantPolicy` and `Profile`: the bounds of their
-fields are those of the settings.
+The settings are read into `GpuKind`, `Pool`, `TaskMaximum`, `TenantPolicy` and `Profile`, so the bounds of
+their fields are those of the settings.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from gpubroker.wire.queues import Paused
 
 
 class Tenant(Answered, frozen=True):
-    """A tenant: its quota, its holding and its fair share."""
+    """A tenant: its quota, its holdings and its fair share."""
 
     name: str
     cohort: Annotated[str | None, Meta(description="Its members lend each other what they do not use.")]
@@ -59,7 +59,7 @@ class Tenants(Overview[Tenant], frozen=True):
 
 
 class Profile(Answered, frozen=True):
-    """The defaults for tasks of a role or a model type; null: the defaults of all tasks."""
+    """The defaults for tasks of a role or a model type; null stands for the default of all tasks."""
 
     name: str = ""
     priority: Priority | None = None
@@ -138,7 +138,7 @@ class RunningLimit(Answered, frozen=True):
 
 
 class TaskMaximum(Struct, frozen=True):
-    """The most that one task may ask for, whatever the cluster has; null: no limit."""
+    """The most that one task may ask for, whatever the cluster has; null stands for no limit."""
 
     gpus: Count | None = None
     gpu_mb: Annotated[PositiveCount | None, Meta(description="The most memory of one GPU.")] = None

@@ -1,4 +1,4 @@
-"""Memory in quarantine: its holder, and which proofs end it."""
+"""Memory in quarantine: its holder, and the proofs that end the quarantine."""
 
 from typing import Annotated
 

@@ -20,7 +20,8 @@ class KindPieces(Answered, frozen=True):
 
 
 class Scattered(Struct, frozen=True):
-    """The demand that most waiting GPU tasks have, if it is free in total, but on no GPU in one piece."""
+    """The demand that most waiting GPU tasks have, if its memory is free in total but on no GPU in one
+    piece."""
 
     gpus: int
     gpu_mb: Annotated[int, Meta(description="The memory needed on each, with the cost of a process.")]

@@ -1,4 +1,4 @@
-"""Work streams: their weights, what is told of them, and draws."""
+"""Work streams: their weights, the signals about them, and draws."""
 
 from typing import Annotated
 
@@ -22,7 +22,7 @@ class Factors(Answered, frozen=True):
 
 
 class WorkStream(Answered, frozen=True):
-    """A work stream, and what it counts now."""
+    """A work stream and its present weight."""
 
     name: str
     progress: Annotated[

@@ -1,4 +1,4 @@
-"""Targets of the fleet, and what keeps new work out."""
+"""Targets of the fleet, and the reasons that keep new work out."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from gpubroker.wire.answered import Answered, Overview, Time
 
 
 class Target(Answered, frozen=True):
-    """The bounds within which a measure of a part of the fleet shall stay."""
+    """The bounds within which a measure of a part of the fleet should stay."""
 
     scope: Annotated[str, Meta(description="`all`, `pool:NAME`, `label:KEY=VALUE` or `node:NAME`.")]
     measure: Annotated[str, Meta(description="`gpu_utilization`, `gpu_memory`, `host_memory` or `disk`.")]

@@ -1,4 +1,4 @@
-"""Tasks: what they ask for, what they hold, how far they are, and what they left."""
+"""Tasks: their demands, their holdings, their progress and their results."""
 
 from base64 import b64decode
 from collections.abc import Mapping
@@ -119,7 +119,7 @@ class Progress(Answered, frozen=True):
 
 
 class Phases(Answered, frozen=True):
-    """The time that the task has spent in each phase, over all its attempts; the present one counts until
+    """The time that the task has spent in each phase, over all its attempts. The present phase counts until
     now."""
 
     queued_seconds: Annotated[
@@ -140,7 +140,7 @@ class Phases(Answered, frozen=True):
 
 
 class Inherited(Answered, frozen=True):
-    """A task of higher priority that waits for this one, directly or through others. This one has its place
+    """A task of higher priority that waits for this task, directly or through others. This task has its place
     in the queue by that priority."""
 
     priority: int
@@ -278,8 +278,8 @@ class Outcome(Answered, frozen=True, kw_only=True):
 
     @property
     def value(self) -> Any:
-        """The result if it is JSON, else None. With the format `object`, `value["object"]` is the id of what
-        a large result has become."""
+        """The result if it is JSON, else None. With the format `object`, `value["object"]` is the id of the
+        object that a large result has become."""
         return None if self.result is UNSET else self.result
 
     @property
@@ -305,7 +305,7 @@ class Stack(Answered, frozen=True):
 
 
 class Cancelled(Answered, frozen=True):
-    """The numbers of tasks that matched, by what became of them."""
+    """The numbers of tasks that matched, by what was done with them."""
 
     matched: int
     waiting: Annotated[int, Meta(description="The number of them that had not started.")]
@@ -319,15 +319,15 @@ class Cancelled(Answered, frozen=True):
     has_more: Annotated[bool, Meta(description="True if more than 10,000 match: send the same again.")]
 
     def plus(self, more: "Cancelled") -> "Cancelled":
-        """Return the sums of both; of the later one, whether there are more."""
+        """Return the sums of both answers. Whether there are more tasks is taken from `more`."""
         *names, _has_more = self.__struct_fields__
         sums = {name: getattr(self, name) + getattr(more, name) for name in names}
         return Cancelled(**sums, has_more=more.has_more)
 
 
 class SubmittedTask(Struct, frozen=True, kw_only=True):
-    """The outcome of one task of a batch: it is on disk and has an `id`, or its `problem` kept it from being
-    stored."""
+    """The outcome of one task of a batch: the task was stored and has an `id`, or its `problem` kept it from
+    being stored."""
 
     status: Annotated[
         int, Meta(description="The status that it would have got if it were alone.", examples=[202, 422])

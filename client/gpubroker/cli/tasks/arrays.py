@@ -119,30 +119,31 @@ def array(
                 show(json.dumps(item.raw))
             return
         ask = broker.retry_array if retry else broker.cancel_array if cancel else broker.array
-        seen = ask(array)
+        answer = ask(array)
         if retry:
-            eprint(f"accepted {seen.id}: {seen.total} items again")
+            eprint(f"accepted {answer.id}: {answer.total} items again")
         if wait:
-            _print_results(broker, seen, output)
+            _print_results(broker, answer, output)
             return
-        emit(output, seen, _drawn)
+        emit(output, answer, _drawn)
 
 
 def _print_results(broker: Broker, array: Array, output: Format) -> None:
-    """Exits with 3 if an item failed or was left, and with 4 if the array was cancelled."""
+    """Print the results of an array. Exit with 3 if an item failed or was left, and with 4 if the array was
+    cancelled."""
     show_bar = progress_bar()
     after: Mapping[str, Any] = {"order": "number" if output is Format.TABLE else "completed"}
-    seen = array
-    for seen in broker.array_progress(array):
-        show_bar(seen)
+    last = array
+    for last in broker.array_progress(array):
+        show_bar(last)
     for item in broker.array_items(array, **after):
         _print_item(item, output)
-    if seen.state is ArrayState.CANCELLED:
-        eprint(f"cancelled: {seen.total - seen.done} of {seen.total} items were left")
+    if last.state is ArrayState.CANCELLED:
+        eprint(f"cancelled: {last.total - last.done} of {last.total} items were left")
         raise typer.Exit(EXIT_CANCELLED)
-    if seen.state is not ArrayState.SUCCEEDED:
-        left = f", {seen.total - seen.done} were left" if seen.done < seen.total else ""
-        eprint(f"{seen.failed} of {seen.total} items failed{left}; again: gpubroker array {seen.id} --retry")
+    if last.state is not ArrayState.SUCCEEDED:
+        rest = f", {last.total - last.done} were left" if last.done < last.total else ""
+        eprint(f"{last.failed} of {last.total} items failed{rest}; again: gpubroker array {last.id} --retry")
         raise typer.Exit(EXIT_TASK_FAILED)
 
 
@@ -155,16 +156,16 @@ def _print_item(item: ArrayItem, output: Format) -> None:
         show(json.dumps(item.result) if item.data is None else f"({len(item.data)} bytes, pickled)")
 
 
-def _drawn(seen: Array) -> str:
-    workers = ", ".join(f"{worker.id} {worker.state}" for worker in seen.workers)
-    return f"{seen.id} {seen.state.value}\n{bar_line(seen)}\nworkers: {workers}"
+def _drawn(array: Array) -> str:
+    workers = ", ".join(f"{worker.id} {worker.state}" for worker in array.workers)
+    return f"{array.id} {array.state.value}\n{bar_line(array)}\nworkers: {workers}"
 
 
 def _items_of(path: str, read: Callable[[str], Any]) -> Iterator[Any]:
     """Read the items, skipping empty lines. Raises BadParameter."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        lines = data.decode().split("\n")  # JSON may hold what else ends a line of text
+        lines = data.decode().split("\n")  # JSON may contain other characters that end a line of text
     except OSError as error:
         raise typer.BadParameter(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

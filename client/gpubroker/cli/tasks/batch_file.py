@@ -19,8 +19,8 @@ _REASONS_SHOWN = 20
 
 
 def submit_file(broker: "Broker", path: str, key: str | None, all_or_nothing: bool, output: Format) -> None:
-    """Print the ids, in order, to standard output, and refused lines to standard error. Exits with 6 if any
-    task was refused."""
+    """Submit the tasks of a file. Print the ids, in order, to standard output, and refused lines to standard
+    error. Exit with 6 if any task was refused."""
     lines = list(_tasks_of(path))
     answers = broker.submit_many(
         [task for _, task in lines], all_or_nothing=all_or_nothing, idempotency_key=key
@@ -43,7 +43,7 @@ def submit_file(broker: "Broker", path: str, key: str | None, all_or_nothing: bo
 
 
 def _tasks_of(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Line numbers and tasks; empty lines are skipped. Raises BadParameter."""
+    """Yield line numbers and tasks, skipping empty lines. Raises BadParameter for an invalid line."""
     try:
         text = sys.stdin.read() if path == "-" else open(path, encoding="utf-8").read()  # noqa: SIM115
     except OSError as error:
@@ -67,7 +67,7 @@ def _row(number: int, answer: str | BrokerError) -> dict[str, Any]:
 
 
 def refused_table(refused: Sequence[tuple[int, BrokerError]]) -> PlainTable:
-    """Build a table with one row per reason: the lines, and the message for the first of them."""
+    """Return a table with one row per reason: the lines, and the message for the first of them."""
     by_reason: dict[tuple[str, str], list[tuple[int, BrokerError]]] = {}
     for number, error in refused:
         by_reason.setdefault((error.code, _where(error)), []).append((number, error))
@@ -82,13 +82,13 @@ def refused_table(refused: Sequence[tuple[int, BrokerError]]) -> PlainTable:
 
 
 def _where(error: BrokerError) -> str:
-    """The JSON pointer inside the task, without the task's position in its batch."""
+    """Return the JSON pointer inside the task, without the task's position in its batch."""
     pointer = str(error.errors[0].get("pointer", "")) if error.errors else ""
     return "/" + "/".join(pointer.split("/")[3:]) if pointer.startswith("/tasks/") else pointer
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """`1-3, 7`; at most five spans."""
+    """Return the numbers as text, such as `1-3, 7`, with at most five spans."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][1] == number - 1:

@@ -71,8 +71,8 @@ def cancel(
         "model_type": model_type,
         "stream": stream,
     }
-    given = {option: value for option, value in filters.items() if value}
-    if [bool(tasks), everything, bool(given)].count(True) != 1:
+    used_filters = {option: value for option, value in filters.items() if value}
+    if [bool(tasks), everything, bool(used_filters)].count(True) != 1:
         raise typer.BadParameter("name tasks, or select them with --all or with filters, such as --label")
 
     def cancel_one(broker: "Broker", task: str) -> "Task":
@@ -82,13 +82,13 @@ def cancel(
         _change(tasks, output, cancel_one)
         return
     with connect() as broker:
-        wanted = cast("Filters", {} if everything else given)
+        selection = cast("Filters", {} if everything else used_filters)
         if not yes:
-            found = broker.cancel_selected(everything=everything, dry_run=True, **wanted)
-            if found.matched:
-                more = "at least " if found.has_more else ""
-                confirm(f"cancel {more}{found.matched} tasks, {found.started} of them started?")
-        done = broker.cancel_selected(everything=everything, grace_seconds=grace, reason=reason, **wanted)
+            counted = broker.cancel_selected(everything=everything, dry_run=True, **selection)
+            if counted.matched:
+                more = "at least " if counted.has_more else ""
+                confirm(f"cancel {more}{counted.matched} tasks, {counted.started} of them started?")
+        done = broker.cancel_selected(everything=everything, grace_seconds=grace, reason=reason, **selection)
         emit(output, done, _cancelled)
 
 
@@ -145,7 +145,7 @@ def priority(
 
 
 def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser like `parse` that also accepts the word none, which removes the value."""
+    """Return a parser that reads what `parse` reads, and also the word none, which removes the value."""
     return lambda text: _NONE if text == _NONE else parse(text)
 
 
@@ -181,36 +181,40 @@ def change(
     output: Output = Format.TABLE,
 ) -> None:
     """Change the priority of tasks, or the times of pending ones."""
-    given = {
+    words_by_option = {
         "priority": priority,
         "not_before": not_before,
         "queue_ttl_seconds": queue_ttl,
         "deadline_at": deadline,
     }
-    wanted = {name: None if value == _NONE else value for name, value in given.items() if value is not None}
-    if not wanted:
+    changes = {
+        name: None if value == _NONE else value
+        for name, value in words_by_option.items()
+        if value is not None
+    }
+    if not changes:
         raise typer.BadParameter("give at least one of --priority, --not-before, --queue-ttl, --deadline")
-    options = cast("ChangeOptions", wanted)
+    options = cast("ChangeOptions", changes)
     _change(tasks, output, lambda broker, found: broker.change(found, **options))
 
 
 def _change(words: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]) -> None:
-    """Change these tasks and print them. All are found before any is changed, so that a mistyped word changes
-    nothing."""
+    """Change these tasks and print them. All ids are looked up before any task is changed, so that a mistyped
+    word changes nothing."""
     with connect() as broker:
         try:
-            found = [task_id(broker, word, to_change=True) for word in words]
+            ids = [task_id(broker, word, to_change=True) for word in words]
         except (typer.Exit, Refused):
             if len(words) > 1:
                 eprint(f"none of the {len(words)} tasks was changed")
             raise
-        _change_all(broker, found, output, change)
+        _change_all(broker, ids, output, change)
 
 
 def _change_all(
     broker: "Broker", tasks: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]
 ) -> None:
-    """Change these tasks and print those that were changed, also if a later change is refused."""
+    """Change these tasks and print those that were changed, even if a later change is refused."""
     changed: list[Task] = []
     try:
         change_each(tasks, lambda task: changed.append(change(broker, task)))

@@ -1,4 +1,4 @@
-"""The directory in which a command runs: where the user stands, if this machine is one of the nodes."""
+"""The directory in which a command runs: that of the user's shell, if this machine is one of the nodes."""
 
 import os
 import pwd
@@ -19,8 +19,9 @@ _ACCESS_LIST = "system.posix_acl_access"
 def place_of(
     broker: "Broker", target: str | Sequence[str] | None, options: "SubmitOptions"
 ) -> "SubmitOptions":
-    """Return the option that has a command run in this process's directory; none if the user says where it
-    runs, or if no node is on this machine. Raises WrongArgument if the tasks' user cannot enter it.
+    """Return the option that makes a command run in this process's directory; no option if the user says
+    where it runs, or if no node is on this machine. Raises WrongArgument if the tasks' user cannot enter the
+    directory.
 
     The boot id proves that client and node are one machine: a tunnel to a service elsewhere looks local too.
     """
@@ -30,7 +31,7 @@ def place_of(
         here, boot_id = os.getcwd(), _BOOT_ID.read_text(encoding="ascii").strip()
         [node, *_] = broker.nodes(history="0", boot_id=boot_id).items
     except (OSError, ValueError, Refused):
-        return {}  # not Linux, not a node, or a token without the right to see nodes
+        return {}  # this is not Linux or not a node, or the token may not see nodes
     if (closed := closed_part(Path(here), node.task_user)) is not None:
         raise WrongArgument(
             f"{here} cannot be the directory of the task: tasks run as user {node.task_user}, who may not "
@@ -41,8 +42,8 @@ def place_of(
 
 
 def closed_part(directory: Path, user: str) -> Path | None:
-    """Return the first part of the path that this user cannot enter by its mode; None if there is none, and
-    where this process cannot tell: then the run will."""
+    """Return the first part of the path whose mode does not let this user enter it; None if there is none, or
+    if this process cannot tell: then the run will report it."""
     try:
         account = pwd.getpwnam(user)
         groups = os.getgrouplist(user, account.pw_gid)
@@ -62,7 +63,7 @@ def closed_part(directory: Path, user: str) -> Path | None:
 
 
 def _has_access_list(part: Path) -> bool:
-    """True if a POSIX ACL says more than the mode."""
+    """True if a POSIX ACL grants or denies more than the mode."""
     try:
         return bool(os.getxattr(part, _ACCESS_LIST))
     except OSError:

@@ -80,8 +80,8 @@ def events(
 
 
 def _lines_of(events: Iterable[Event]) -> Iterator[Text]:
-    """Yield a line for each event, but of the checkpoints of a task only for the first. When something else
-    happens to the task, or at the end, a line says how many followed and when the last was."""
+    """Yield a line for each event, but only one for the checkpoints of a task that follow each other. When
+    something else happens to the task, or at the end, a line says how many followed and when the last was."""
     saved: dict[str, tuple[Event, int]] = {}
     for event in events:
         _, count = saved.get(event.key, (event, -1))
@@ -107,7 +107,8 @@ def _folded(last: Event, count: int) -> Iterator[Text]:
 
 
 def _event_line(event: Event) -> Text:
-    """Position, time, kind, subject, and the new values in words. `-o json` has all fields."""
+    """Return a line with position, time, kind, subject, and the new values in words. `-o json` has all
+    fields."""
     subject, place = _subject(event)
     facts = ", ".join(fact for fact in (place, *_facts(event)) if fact)
     if not facts and event.kind.endswith(".changed"):
@@ -120,7 +121,7 @@ def _event_line(event: Event) -> Text:
 
 
 def _subject(event: Event) -> tuple[str, str]:
-    """Return the subject of an event, and its device; for leases and pledges both are in the key."""
+    """Return the subject of an event, and its device. For leases and pledges both are in the key."""
     match event.kind.partition(".")[0], event.key.split(":"):
         case "task", _:
             return short_id(event.key), ""
@@ -137,20 +138,20 @@ def _subject(event: Event) -> tuple[str, str]:
 
 
 def _on(device: str) -> str:
-    """A pledge may be of a node itself: `/node/`."""
+    """Return the place of a pledge in words. A pledge may be for a node itself: `/node/`."""
     return f"on {device.rstrip('/').rpartition('/')[2]}"
 
 
 def _facts(event: Event) -> Iterator[str]:
     if event.kind.startswith("pledge.") and event.kind != "pledge.made":
-        return  # it has the same fields as pledge.made
+        return  # its fields are those of pledge.made
     for name, value in event.fields.items():
         if value is not None and (word := _fact(name, value)):
             yield word
 
 
 def _fact(name: str, value: Any) -> str:
-    """A field in words; empty if it repeats another one or is only for programs."""
+    """Return a field in words; empty if it repeats another field or is only for programs."""
     match name:
         case "name" | "stop_reason" | "stop_cause" | "reason" | "what" | "kind" | "proof" | "by":
             return str(value)
@@ -190,14 +191,15 @@ def _fact(name: str, value: Any) -> str:
 
 
 def _learned(kind: str, quantity: str, value: float | None) -> str:
-    """Return what a run used, and on which kind of device; without a value, the estimate was dropped."""
+    """Return the amount that a run used, and the kind of device. Without a value, the estimate was
+    dropped."""
     used = "" if value is None else size(value) if quantity == "gpu_mb" else f"{value:g} s"
     return " ".join(word for word in (used or quantity, f"on {kind}" if kind else "") if word)
 
 
 def past_of(broker: Broker, task: Task) -> dict[str, str]:
-    """Return what made a task stop, and its attempts if there were several, by subject. Asks only for the
-    events of a task that was stopped or started again."""
+    """Return the reason why a task stopped, and its attempts if there were several, by subject. The events
+    are fetched only for a task that was stopped or started again."""
     has_attempts = task.attempt > 1 or bool(task.preemptions or task.failures)
     if not has_attempts and not task.stop_reason and task.state != "cancelled":
         return {}
@@ -283,11 +285,12 @@ def _preempted(broker: Broker, task: Task, notice: Event) -> str:
 
 
 def _preemptor(broker: Broker, fields: Mapping[str, Any]) -> str:
-    """Return the task that it made room for; empty if it was for none: an earlier release wrote no cause."""
+    """Return the task for which the preempted one made room; empty if none is recorded, as by an earlier
+    release."""
     if "freeing_for" not in fields:
         return ""
-    other = fields["freeing_for"]
-    return f"{_name(broker, other)} ({short_id(other)})" if other else "a task of another tenant"
+    preemptor = fields["freeing_for"]
+    return f"{_name(broker, preemptor)} ({short_id(preemptor)})" if preemptor else "a task of another tenant"
 
 
 def _resumed_from(task: Task, saved_at: str | None) -> str:

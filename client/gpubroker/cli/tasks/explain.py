@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from gpubroker.wire.forecasts import Expected, ForecastsKept
 
 _MOST_DEVICES = 24
-"""The table has the devices that have room soonest; `-o json` has all."""
+"""The most devices in the table, those that have room soonest; `-o json` has all devices."""
 _MOST_HOLDERS = 5
 _PRINTING = frozenset({"entrypoint", "command", "function"})
-"""Kinds of tasks whose runs have a log."""
+"""The kinds of tasks whose runs have a log."""
 _WIDE = 110
 _COLUMNS = (
     Column("GPU", share=0.3),
@@ -71,7 +71,8 @@ def explain(task: TaskWord, output: Output = Format.TABLE) -> None:
 
 
 def _background(broker: Broker, explained: Explanation) -> Iterator[str]:
-    """Yield where the whole error is, which task preempted it, and whether the cluster can run tasks."""
+    """Yield hints: where the whole error is, which task preempted this one, and whether the cluster can run
+    tasks."""
     found = broker.get(explained.worker or explained.id, worker=explained.worker)
     if found.error and found.is_finished:
         yield f"details: gpubroker show {short_id(found.id)}"
@@ -84,7 +85,7 @@ def _background(broker: Broker, explained: Explanation) -> Iterator[str]:
 
 
 def show_simulation(simulation: Simulation, output: Format) -> NoReturn:
-    """Print what would become of a task, and exit with the code that says so."""
+    """Print the outcome of a simulation, and exit with its code."""
     emit(output, simulation, _simulation)
     raise typer.Exit(_EXIT_CODES.get(simulation.verdict, EXIT_NOT_NOW))
 
@@ -108,7 +109,7 @@ def _explanation(explained: Explanation, background: Iterable[str]) -> Renderabl
 def _simulation(simulation: Simulation) -> RenderableType:
     waits = f"would wait ({simulation.reason})" if simulation.reason else "would wait"
     verdict = _WOULD.get(simulation.verdict, waits)
-    more = simulation.message.removeprefix(f"it {verdict}")  # the verdict is printed already
+    more = simulation.message.removeprefix(f"it {verdict}")  # the verdict is already printed
     colon = ": " if more == simulation.message else ""
     parts: list[RenderableType] = [Text.assemble((verdict, "bold"), f"{colon}{with_short_ids(more)}")]
     if simulation.sizing:
@@ -126,7 +127,7 @@ def _simulation(simulation: Simulation) -> RenderableType:
 
 
 def _place(explained: Explanation | Simulation) -> Iterator[Text]:
-    """Yield its place in the queue, and when it is expected to start."""
+    """Yield the task's place in the queue, and its expected start."""
     parts = []
     if explained.position:
         length = max(explained.queue_length, explained.position)
@@ -157,7 +158,7 @@ def _quota(quota: Quota | None) -> Iterator[Text]:
 
 
 def _ranks(found: Sequence[RankVerdict] | None) -> Iterator[RenderableType]:
-    """Equal neighbours share a line."""
+    """Yield the verdicts on ranks. Equal neighbours share a line."""
     if not found:
         return
     yield Text()
@@ -176,7 +177,7 @@ def _rank_in_words(verdict: RankVerdict) -> str:
 
 
 def _within(expected: Expected) -> str:
-    """`in about 30s`, and how certain that is."""
+    """Return `in about 30s`, and how certain that is."""
     if expected.p50_seconds <= 0 and expected.p90_seconds <= 0:
         return "now"
     if not expected.n:
@@ -200,7 +201,7 @@ def run_in_words(run: MemoryHolder) -> str:
 
 
 def _remedies(found: Sequence[Remedy], task: str = "") -> Iterator[Text]:
-    """Yield the remedies as text. `task`: the id of a task that is submitted already; some of its remedies
+    """Yield the remedies as text. `task` is the id of a task that is submitted already; some of its remedies
     are shown as a command."""
     if not found:
         return
@@ -266,7 +267,7 @@ def _devices(found: Sequence[DeviceVerdict]) -> Iterator[RenderableType]:
 
 
 def _device_facts(device: DeviceVerdict) -> tuple[str, ...]:
-    """Devices of a node that differ in nothing but their numbers share a row."""
+    """Return the facts of a device. Devices of a node whose facts are equal share a row."""
     holders, message = _holders(device.holders), with_short_ids(device.message)
     return (
         device.node,
@@ -292,7 +293,7 @@ def _short(free_in: Expected) -> str:
 
 
 def _holders(holders: Sequence[DeviceHolder]) -> str:
-    """The largest, one per line: all in one line would be wider than a terminal."""
+    """Return the largest holders, one per line, since all in one line would be wider than a terminal."""
     largest = sorted(holders, key=lambda holder: -holder.gpu_mb)[:_MOST_HOLDERS]
     more = [f"and {len(holders) - len(largest)} more"] if len(holders) > len(largest) else []
     return "\n".join([*map(_holder, largest), *more])
@@ -305,5 +306,5 @@ def _holder(holder: DeviceHolder) -> str:
 
 
 def _name_of(holder: MemoryHolder) -> str:
-    """Return its name, else its id; another tenant's holder has neither."""
+    """Return the name of a holder, or else the end of its id; another tenant's holder has neither."""
     return holder.name or short_id(holder.id or "")

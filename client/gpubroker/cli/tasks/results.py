@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpubroker.wire.tasks import Outcome
 
 SILENT_SECONDS = 3.0
-"""The time after which a person who waits is told why the task does."""
+"""The seconds after which a person who waits for a task is told why it waits."""
 
 Timeout = Annotated[
     float | None,
@@ -72,18 +72,19 @@ def logs(
     """Print what a task has printed: its standard output to yours, its standard error to yours."""
     if stream not in (None, *STREAMS):
         raise typer.BadParameter(f"--stream is stdout or stderr, not {stream!r}")
-    given = {"follow": follow or None, "attempt": attempt, "rank": rank, "worker": worker}
-    wanted = cast("LogOptions", {name: value for name, value in given.items() if value is not None})
+    filters = {"follow": follow or None, "attempt": attempt, "rank": rank, "worker": worker}
+    options = cast("LogOptions", {name: value for name, value in filters.items() if value is not None})
     with connect() as broker:
-        found = task_id(broker, task)
+        id = task_id(broker, task)
         if stream is None:
-            show_logs(broker, found, wanted)
+            show_logs(broker, id, options)
         else:
-            _show_log(broker, found, {**wanted, "stream": stream})
+            _show_log(broker, id, {**options, "stream": stream})
 
 
 def follow_and_show(broker: Broker, task: str, output: Format) -> None:
-    """Print what the task prints until it ends, then its result. Raises what the exit codes stand for."""
+    """Print what the task prints until it ends, then its result. Raises the errors that exit codes stand
+    for."""
     try:
         show_logs(broker, task, {"follow": True})
     except KeyboardInterrupt:
@@ -93,7 +94,7 @@ def follow_and_show(broker: Broker, task: str, output: Format) -> None:
 
 
 def show_logs(broker: Broker, task: str, wanted: LogOptions) -> None:
-    """Both streams of a task; when followed, side by side."""
+    """Print both streams of a task; while the log is followed, side by side."""
     if not wanted.get("follow"):
         for stream in STREAMS:
             _show_log(broker, task, {**wanted, "stream": stream})
@@ -101,7 +102,7 @@ def show_logs(broker: Broker, task: str, wanted: LogOptions) -> None:
     from gpubroker.broker import Broker
 
     faults: list[BaseException] = []
-    # With the retry time of the SDK, which survives a restart of the service.
+    # A broker with the retry time of the SDK survives a restart of the service.
     with Broker(broker.connection.url, broker.connection.token) as patient:
 
         def follow_errors() -> None:
@@ -124,14 +125,14 @@ def _show_log(broker: Broker, task: str, wanted: LogOptions) -> None:
 
 
 def wait_and_show(broker: Broker, task: str, timeout_seconds: float | None, output: Format) -> None:
-    """Wait, then print the result. Raises what the exit codes stand for."""
+    """Wait for the task, then print its result. Raises the errors that exit codes stand for."""
     _wait(broker, task, timeout_seconds)
     _show(broker.outcome(task), output)
 
 
 def _wait(broker: Broker, task: str, timeout_seconds: float | None) -> None:
-    """Wait with the retry time of the SDK, which survives a restart of the service. A person who waits for
-    long reads why."""
+    """Wait with the retry time of the SDK, which survives a restart of the service. After a while, a person
+    is told why the task waits."""
     from gpubroker.broker import Broker
 
     hint = f"the task continues; wait again: gpubroker wait {task}   stop it: gpubroker cancel {task}"
@@ -162,7 +163,7 @@ def _wait_aloud(broker: Broker, task: str, timeout_seconds: float | None) -> Non
 
 
 def _show(outcome: Outcome, output: Format, save: Path | None = None, *, shows_log: bool = True) -> None:
-    """Print a result, or write it to `save`. A pickled one is never opened, only saved."""
+    """Print a result, or write it to `save`. A pickled result is never opened, only saved."""
     if output is not Format.TABLE:
         emit(output, outcome, lambda _: "")
     try:
@@ -192,7 +193,8 @@ def _check_success(outcome: Outcome) -> None:
 
 
 def _log_of(outcome: Outcome) -> str:
-    """The end of the task's output, from a line's beginning; a first line says if something is missing."""
+    """Return the end of the task's output, from the beginning of a line. A first line says if something is
+    missing."""
     from gpubroker.runtime.output import TAIL_BYTES
 
     printed = outcome.log_tail

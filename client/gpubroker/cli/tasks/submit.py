@@ -236,7 +236,7 @@ class CommandAfterDashes(TyperCommand):
 
 
 def _with_directory(word: str, following: list[str]) -> list[str]:
-    """`--upload` without a directory means the current one."""
+    """Return the words to parse in place of `word`: `--upload` without a directory becomes `--upload=.`."""
     if word != "--upload":
         return [word]
     is_named = bool(following) and not following[0].startswith("-")
@@ -315,13 +315,13 @@ def _signature_of_submit() -> inspect.Signature:
     """Return a signature from which typer reads the parameters. They are declared in a class because there
     are more of them than a function may have lines."""
     context, _given = inspect.signature(submit).parameters.values()
-    taken = [
+    parameters = [
         inspect.Parameter(
             name, context.kind, default=default, annotation=SubmitParameters.__annotations__[name]
         )
         for name, default in SubmitParameters._field_defaults.items()
     ]
-    return inspect.Signature([context, *taken], return_annotation=None)
+    return inspect.Signature([context, *parameters], return_annotation=None)
 
 
 setattr(submit, "__signature__", _signature_of_submit())  # noqa: B010
@@ -331,15 +331,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def options_of_submit(*, but: str) -> Callable[[F], F]:
-    """A command with `**given` gets there the options of `submit` that it lacks itself, without the named."""
+    """Give a command with `**given` the options of `submit` that it lacks itself, except those named in
+    `but`."""
 
     def decorate(command: F) -> F:
         *parameters, output, _given = inspect.signature(command, eval_str=True).parameters.values()
-        taken = {parameter.name for parameter in parameters} | {output.name, *but.split()}
+        left_out = {parameter.name for parameter in parameters} | {output.name, *but.split()}
         added = [
             parameter
             for parameter in inspect.signature(submit).parameters.values()
-            if parameter.name not in taken
+            if parameter.name not in left_out
         ]
         setattr(command, "__signature__", inspect.Signature([*parameters, *added, output]))  # noqa: B010
         return command
@@ -395,14 +396,15 @@ def dependencies(broker: "Broker", given: Mapping[str, Any]) -> "SubmitOptions":
 
 
 def named_target(context: typer.Context, target: str | None) -> str | list[str]:
-    """The entrypoint, or the command."""
+    """Return the entrypoint, or the words of the command."""
     found = _target(context, target, is_required=True)
     assert found is not None
     return found
 
 
 def _target(context: typer.Context, target: str | None, *, is_required: bool) -> str | list[str] | None:
-    """The entrypoint, or the command. New users often forget the colon or the dashes: errors show both."""
+    """Return the entrypoint, or the words of the command. New users often forget the colon or the dashes, so
+    errors show both."""
     extra, command = context.args, context.obj or []
     if not is_required and target is None and not command:
         return None
@@ -432,7 +434,8 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def read_options(given: Mapping[str, Any]) -> "SubmitOptions":
-    """The command's parameters that the SDK takes under the same name, in the form that it takes."""
+    """Return the parameters of the command that the SDK takes under the same name, in the form that the SDK
+    takes."""
     from gpubroker.tasks.submission import SubmitOptions as Known
 
     options = {

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 NO_PAST: Mapping[str, str] = MappingProxyType({})
 _REASONS_ASKED = 20
 _PAGE = 500
-"""The most that the service answers at once."""
+"""The most tasks that the service returns in one answer."""
 _STATE_STYLES = {
     "pending": "yellow",
     "admitted": "cyan",
@@ -161,7 +161,8 @@ def _list(
 
 
 def _with_reasons(broker: Broker, listed: list[Task]) -> list[Task]:
-    """A list has no reasons, since each costs the service time; ask for those of the first pending tasks."""
+    """Return the tasks with the reasons why the first pending ones wait. A list has no reasons, since each
+    costs the service time."""
     asked = [task.id for task in listed if task.state == "pending"][:_REASONS_ASKED]
     return [broker.get(task.id) if task.id in asked else task for task in listed]
 
@@ -196,7 +197,7 @@ def task_table(
 
 
 def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableType:
-    """`past`: lines from the task's events, by subject."""
+    """Draw one task. `past` has lines from the task's events, by subject."""
     run = task.run
     rows: dict[str, Any] = {
         "id": task.id,
@@ -235,7 +236,8 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
 
 
 def demand(resources: Mapping[str, Any]) -> str:
-    """`2 × 18.0 GiB`, `1 × ½ GPU`, `2 GPUs`, or nothing; for a gang, the demands of its ranks."""
+    """Return `2 × 18.0 GiB`, `1 × ½ GPU`, `2 GPUs`, or an empty text; for a gang, the demands of its
+    ranks."""
     bundles = resources.get("bundles") or ()
     if bundles:
         ranks = [(bundle.get("count", 1), demand(bundle)) for bundle in bundles]
@@ -256,7 +258,7 @@ def demand(resources: Mapping[str, Any]) -> str:
 
 
 def failure(task: Task) -> str:
-    """The first line of the error message, or else the kind of the error."""
+    """Return the first line of the error message, or else the kind of the error."""
     if task.error is None:
         return ""
     return (task.error.message.splitlines() or [task.error.kind])[0]
@@ -278,21 +280,22 @@ def _quarantined(run: Quarantined) -> str:
 
 
 def _notes(listed: Sequence[Task]) -> Iterator[str]:
-    """A reason that several tasks have is written once; the others name the first task that has it."""
+    """Yield a note for each task. A reason of several waiting tasks is written once; the others name the
+    first task that has it."""
     first: dict[str, str] = {}
     for task in listed:
         preempted = f"preempted {task.preemptions}×" if task.preemptions and not task.is_finished else ""
         reason = ""
         if task.state == "pending" and (waits := task.pending):
             place = f"position {waits.position}" if waits.position else short_id(task.id)
-            known = first.setdefault(waits.message, place)
-            reason = with_short_ids(waits.message) if known == place else f"as {known}"
+            first_place = first.setdefault(waits.message, place)
+            reason = with_short_ids(waits.message) if first_place == place else f"as {first_place}"
             reason = f"{waits.position}. {reason}" if waits.position else reason
         yield "; ".join(part for part in (_now(task, reason), preempted, task.raw.get("notice")) if part)
 
 
 def _now(task: Task, reason: str = "") -> str:
-    """Return what matters about a task in its present state. `reason`: why it waits, if known."""
+    """Return what matters about a task in its present state. `reason` says why the task waits, if known."""
     match task.state:
         case "pending" if task.pending:
             position = f" (position {task.pending.position})" if task.pending.position else ""
@@ -328,7 +331,7 @@ def _progress(task: Task) -> str:
 
 
 def _progress_end(task: Task) -> str:
-    """Return when it ends at the rate of its reports; a run may stall."""
+    """Return when the task ends at the rate of its progress reports; a run may stall."""
     progress = task.progress
     if progress is None or progress.eta_at is None or not progress.rate_per_second:
         return ""

@@ -1,4 +1,4 @@
-"""Hold PyTorch to the share of each GPU that its run has leased.
+"""Limit PyTorch to the share of each GPU that its run has leased.
 
 Standard library only, and nothing newer than Python 3.8: a run may start any Python.
 """
@@ -21,7 +21,7 @@ LIMITS_MB = "GPUBROKER_GPU_LIMITS_MB"
 
 
 def limit_torch(fractions: str) -> None:
-    """Limit torch from its import on, in this process and those forked from it. `fractions` as in
+    """Limit torch from its import on, in this process and those forked from it. `fractions` has the form of
     FRACTIONS."""
     sys.meta_path.insert(0, _TorchFinder([float(fraction) for fraction in fractions.split(",")]))
 
@@ -52,11 +52,12 @@ class _TorchFinder(MetaPathFinder):
 
 def _limit(cuda: Any, device: int, fraction: float) -> None:
     def limit() -> None:
-        # Not worth a failed run: what it takes is measured too.
+        # A limit that cannot be set is not worth a failed run: the memory in use is measured too.
         with contextlib.suppress(Exception):
             cuda.set_per_process_memory_fraction(fraction, device)
 
-    # When CUDA begins: to begin it here would keep this process from forking others that use it.
+    # Set the limit when CUDA starts. Starting it here would keep this process from forking others that use
+    # it.
     begin_with = getattr(cuda, "_lazy_call", None)
     if begin_with is not None:
         begin_with(limit)

@@ -1,5 +1,5 @@
-"""Python imports this at its start. It limits PyTorch, and then lets the `sitecustomize` that it hides have
-its turn."""
+"""Python imports this module at its start. It limits PyTorch, and then runs the `sitecustomize` that it
+hides."""
 
 import contextlib
 import importlib
@@ -8,7 +8,7 @@ import sys
 
 
 def _limit_torch() -> None:
-    # Beside this file, and a part of gpubroker only for others: this Python need not have that.
+    # This module lies beside this file. This Python need not have the package gpubroker.
     limit = importlib.import_module("gpubroker_memory_limit")
     limit.limit_torch(os.environ[limit.FRACTIONS])
 
