@@ -81,7 +81,8 @@ class GatewayRole:
     _draining: Draining | None = None
     """The draining of models; None without models that have leases."""
     _driver: CallingDriver | None = None
-    """The gateway's own driver for calls to workers; None if the broker in this process has one."""
+    """The gateway's own driver for calls to workers of a joined cluster; None if a broker in this process
+    has one."""
     _slots: SlotLeases | None = None
     """The leases on slots of models; None unless several gateways divide them."""
 

@@ -195,11 +195,12 @@ class DeviceMeter:
         needed: Collection[str] = (),
         timeout_seconds: float = MEASURE_SECONDS,
     ) -> Sequence[MeasuredDevice]:
-        """`holders` is called in a thread. Devices that do not answer are left out.
+        """Measure all devices; those that do not answer are left out. `holders` is called in a thread.
 
-        Waits longer for the `needed` UUIDs, and for GPUs that are asked for the first time.
+        This waits longer for the devices in `needed`, and for GPUs that are asked for the first time.
 
-        Raises TimeoutError, and NotMeasured if a needed one is in this machine and was not silent for long.
+        Raises TimeoutError, and NotMeasured if a needed device of this machine did not answer and has not
+        been silent for SILENT_SECONDS.
         """
         if any(gpu.found is not None for gpu in self._gpus):
             self._gpus = [new for gpu in self._gpus for new in _instead(gpu)]
@@ -225,7 +226,8 @@ class DeviceMeter:
         return measured
 
     async def _start_anew(self) -> None:
-        """Start the library anew if no device has answered for long: nothing is lost by it then."""
+        """Start the library again if no device has answered for RESTART_SECONDS. No measurement is lost by
+        that."""
         if self._restart is None or not self._gpus or not all(gpu.is_out for gpu in self._gpus):
             self._out_since = None
             return

@@ -1,5 +1,5 @@
-"""Reads over HTTP what a Triton server shows there alone: the whole configuration of a loaded model, and the
-GPUs that the server sees."""
+"""Reads the values that a Triton server shows only over HTTP: the whole configuration of a loaded model, and
+the GPUs that the server sees."""
 
 import json
 import re
@@ -14,14 +14,14 @@ from gpubroker_server.ports.models import HostFault, HostRefused
 _GPU: Final = re.compile(rb'^nv_gpu_memory_total_bytes\{[^}]*gpu_uuid="([^"]+)"', re.MULTILINE)
 
 _NOT_GROUPED: Final = frozenset({"dynamic_batching", "sequence_batching", "ensemble_scheduling"})
-"""The configuration says itself how requests are scheduled."""
+"""The fields by which a configuration itself says how requests are scheduled."""
 
 _MICROSECONDS: Final = 1_000_000
 
 
 async def visible_gpus(metrics: ModelBackend, within_seconds: Seconds) -> tuple[str, ...]:
-    """UUIDs, sorted; empty if the metrics list no GPUs. Of a MIG instance Triton names the GPU. Raises
-    HostRefused: nothing was sent that changes anything."""
+    """Return the sorted UUIDs of the GPUs that the server sees; empty if its metrics list none. For a MIG
+    instance Triton lists the whole GPU. Raises HostRefused."""
     try:
         body = await _get(metrics, "/metrics", within_seconds)
     except NotFetched as fault:

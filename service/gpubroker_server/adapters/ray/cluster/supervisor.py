@@ -141,12 +141,12 @@ class Supervisor:
         return descendants(os.getpid(), process_table())
 
     def _kill_all_but(self, others: set[ProcessId]) -> None:
-        """Kill what a start has left. Ray meanwhile starts processes in nodes that were there before: those
-        are below a raylet."""
+        """Kill the processes that a failed start has left. `others` existed before it. Processes that Ray
+        has meanwhile started in other nodes are spared; they are descendants of those nodes' raylets."""
         table = process_table()
-        kept = {found for raylet in self._workers.values() for found in descendants(raylet, table)}
-        kept |= {found for vital in self._head for found in descendants(vital, table)}
-        kill_all([found for found in self._below() if found not in others | kept])
+        spared = {process for raylet in self._workers.values() for process in descendants(raylet, table)}
+        spared |= {process for vital in self._head for process in descendants(vital, table)}
+        kill_all([process for process in self._below() if process not in others | spared])
 
     def _note_ended(self, ended: set[int]) -> None:
         for pid, name in self._head.items():
