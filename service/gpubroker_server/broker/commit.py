@@ -69,7 +69,7 @@ class Committer:
         self._began_at: float | None = None
         """The time when the present commit began; None between commits."""
         self._last = (-inf, 0.0)
-        """The time when the last commit ended, and how long it took."""
+        """The time when the last commit ended, and the seconds that it took."""
         self._refused: set[str] = set()
         """The subjects of which the database accepted no decision in this cycle and refused at least one."""
         self._refusals: Mapping[str, int] = {}

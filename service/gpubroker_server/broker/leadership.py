@@ -83,7 +83,7 @@ class LeaderCandidate:
         return None if self.leader is None else self.leader.leader_term.term
 
     def seconds_left(self) -> Seconds:
-        """Return how long this process may lead without another renewal; 0 while it does not lead."""
+        """Return the seconds that this process may lead without another renewal; 0 while it does not lead."""
         return Seconds(0.0) if self.leader is None else self.leader.leader_term.seconds_left(self.ticks())
 
     def end_term(self, why: str, *, has_lost_commits: bool) -> None:

@@ -309,7 +309,8 @@ _RENAMED: Final = {"node_labels": "nodes.NAME.labels"}
 
 
 def _remedy(name: str, section: type[BaseModel]) -> str:
-    """Return the new name of a setting, its place in another section, or the most similar one of this one."""
+    """Return the new name of a setting, its place in another section, or the most similar name of this
+    section."""
     if section is settings_model() and name in _RENAMED:
         return f'; it is now "{_RENAMED[name]}"'
     inner = {

@@ -81,7 +81,7 @@ class RayOptions(RaySettings, frozen=True):
 
     @property
     def namespace(self) -> str:
-        """Ray namespace of our actors: other brokers may be guests of the same cluster."""
+        """The namespace of this service's actors in Ray. Other brokers may use the same cluster."""
         return f"gpubroker-{self.instance}"
 
     @property
@@ -157,7 +157,7 @@ class AgentConfig(Struct, frozen=True):
 
     @property
     def namespace(self) -> str:
-        """Ray namespace of our actors: other brokers may be guests of the same cluster."""
+        """The namespace of this service's actors in Ray. Other brokers may use the same cluster."""
         return f"gpubroker-{self.instance}"
 
     @property

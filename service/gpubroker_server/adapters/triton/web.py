@@ -43,8 +43,8 @@ async def model_config(web: ModelBackend, model: str, within_seconds: Seconds) -
 
 
 def with_dynamic_batching(config: dict[str, Any], rules: BatchRules) -> str:
-    """The whole configuration with dynamic batching, as JSON. Empty if the model takes no batches, or says
-    itself how its requests are scheduled."""
+    """Return the whole configuration with dynamic batching, as JSON. It is empty if the model takes no
+    batches, or if its configuration itself says how requests are scheduled."""
     most_rows = min(rules.most_rows, int(config.get("max_batch_size", 0)))
     is_decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
     if most_rows <= 1 or is_decoupled or config.keys() & _NOT_GROUPED:
@@ -55,7 +55,7 @@ def with_dynamic_batching(config: dict[str, Any], rules: BatchRules) -> str:
 
 
 async def _get(web: ModelBackend, path: str, within_seconds: Seconds) -> bytes:
-    """Return the body that the server answers with status 200. Raises NotFetched for anything else."""
+    """Return the body of the server's answer. Raises NotFetched for any status but 200."""
     response = await web.fetch(RequestHead(b"GET", path.encode(), (), 0), b"", within_seconds)
     if response.status != 200:
         raise NotFetched(Trouble.BROKEN, f"status {response.status} for {path}")

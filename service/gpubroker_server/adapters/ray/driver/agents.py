@@ -44,7 +44,7 @@ class AnsweringAgent:
     release: str
     """The release of the agent; empty if unknown."""
     runs: dict[RunId, set[str]]
-    """What happened to each run that the agent has or was ordered to start, until the run is gone and
+    """The events of each run that the agent has or was ordered to start, until the run is gone and
     forgotten."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """The GPUs that the agent cannot use, each with the reason."""
