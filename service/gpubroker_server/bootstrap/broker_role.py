@@ -134,7 +134,7 @@ class BrokerRole:
             running = group.create_task(self.candidate.run())
             await self._follower.is_outgrown.wait()
             running.cancel()
-        await asyncio.Event().wait()  # until cancelled
+        await asyncio.Event().wait()  # waits until this task is cancelled
 
     async def check_ray(self, seen: LeaderSeen | None) -> None:
         """Check that the leader uses the Ray of this process. Raises StartRefused if the process in `seen`

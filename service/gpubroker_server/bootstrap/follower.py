@@ -133,7 +133,7 @@ class LogFollower:
                 more = await self._catch_up()
             except LogOutgrown as fault:
                 self._stop_following(fault)
-                await asyncio.Event().wait()  # until cancelled
+                await asyncio.Event().wait()  # waits until this task is cancelled
             except Outgrown:
                 raise
             except StoreUnavailable as fault:
@@ -218,7 +218,7 @@ def fill(world: World, snapshot: Snapshot) -> None:
         world.add_node(node)
     for device in snapshot.devices:
         world.add_device(device)
-    world.worker_sets.restore(snapshot.worker_sets)  # before the tasks that may run after one
+    world.worker_sets.restore(snapshot.worker_sets)  # these precede tasks that may run after one
     for task in snapshot.tasks:
         world.add_task(task)
     for lease in snapshot.leases:

@@ -135,9 +135,7 @@ class GatewayRole:
         allow_open_files(settings.limits.connections * (1 if settings.triton.grpc_port is None else 2))
         port = Connections(settings.limits, callers, parts.ids)
         plane = self._plane(parts, callers, app.state.telemetry) if parts.servers else None
-        layers: Any = (
-            app.middleware_stack
-        )  # called directly, without the layers of FastAPI and Starlette around it
+        layers: Any = app.middleware_stack  # called without the layers of FastAPI around it
         connection = limited_by(port) if plane is None else in_front_of(plane, port)
         config = uvicorn.Config(
             layers, http=connection, ws="none", loop="none",

@@ -249,7 +249,7 @@ class Leader:
         while left > 0:
             batch = self._inbox.next_batch()
             now = self.clock.now()
-            if self.logs is not None:  # before the ends of their runs
+            if self.logs is not None:  # logs are stored before the ends of their runs
                 await self.logs.keep([report for report in batch if isinstance(report, Logged)])
             decisions = await self.observer.on_reports(batch, now, self._arrays)
             self._arrays.begin_commit()

@@ -55,7 +55,7 @@ _RECOVERY = {
     2: "reboot",
     3: "",  # to end peer-to-peer traffic: other work goes on
     4: "drain and reset",
-    5: "",  # of the fabric's management
+    5: "",  # to recover the fabric: this is for its own management
     6: "bus reset",
     7: "reboot",
 }
@@ -289,10 +289,8 @@ class NvmlProbe:
             self._described.clear()
             self._xid = self._fatal_xid = None  # a lost GPU comes back only after a reset or a reboot
             self._asks_errors_at = 0.0
-            self._tells_errors, self._errors = (
-                False,
-                None,
-            )  # a GPU that comes back tells nothing where the lost one did
+            # The event set of a lost GPU gets no events after the GPU is back.
+            self._tells_errors, self._errors = False, None
             raise DeviceLost(str(fault)) from None
 
     def _read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:
