@@ -88,8 +88,7 @@ class SecretFiles:
 
     def _path(self, tenant: str, name: str) -> Path:
         for part in (tenant, name):
-            if (
-                _NAME.fullmatch(part) is None
-            ):  # a mistake in the code, because requests with such names are refused
+            # This is a mistake in the code, because requests with such names are refused.
+            if _NAME.fullmatch(part) is None:
                 raise ValueError(f"{part!r} is no name of a secret's file, or leads out of its directory")
         return self._root / tenant / name

@@ -25,8 +25,8 @@ from gpubroker_server.ports.store import (
 log = structlog.get_logger("gpubroker.broker")
 
 TRIES = 20
-"""Refusals in a row after which the World must be wrong: only the leader changes states, so the database has
-no other reason to refuse its decisions so often."""
+"""The number of refusals in a row after which the World must be wrong. Only the leader changes states, so the
+database has no other reason for so many refusals."""
 
 LATELY_SECONDS = 10.0
 """The time for which the duration of the last commit is reported."""

@@ -256,9 +256,8 @@ class Observer:
         self._watch = deadlines.extend_window(self._watch, now)
         self._name_unknown_nodes(self._watch)
         decided = {decision.subject for decision in decisions}
-        if (
-            self.servers != {}
-        ):  # without servers there is nothing to measure, and `measure` is costly: it looks at each GPU
+        # Without servers there is nothing to measure, and `measure` is costly: it looks at each GPU.
+        if self.servers != {}:
             decisions += self._model_meter.measure(self.world, now, decided)
         more = [*overuse_decisions(self.world, now, self.policy), *self._about_inferences(now)]
         more += ask_to_leave(self.world, self.policy, now)

@@ -135,9 +135,8 @@ class NodeAgent:
         """
         async with self._opening:
             if self._leaving is not None:
-                await asyncio.shield(
-                    self._leaving
-                )  # this process ends, and the caller then finds the next agent
+                # This process ends, and the caller then finds the next agent.
+                await asyncio.shield(self._leaving)
             # The check needs the lock: a later term may have been announced while this call waited for it.
             announced = LineageTerm(lineage, term)
             is_given_again = announced == self._term and self._broker not in ("", broker)

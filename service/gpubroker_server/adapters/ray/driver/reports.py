@@ -358,9 +358,8 @@ def _checked(report: Report | ObjectQuestion) -> Report | ObjectQuestion:
         case Ended(ending=Ending.SUCCEEDED, result=None):
             raise MalformedReport("a run that succeeded has a result")
         case Ended(is_unproven=True, result=result) if result != ENDED_WELL:
-            return replace(
-                report, is_unproven=False
-            )  # an agent before TELLS_UNPROVEN_ENDS leaves the field out
+            # An agent before TELLS_UNPROVEN_ENDS leaves the field out.
+            return replace(report, is_unproven=False)
     return report
 
 
