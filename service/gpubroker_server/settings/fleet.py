@@ -160,7 +160,7 @@ class FleetSettings(FleetRules, frozen=True, kw_only=True):
         )
         return replace(
             self,
-            # The last one of the same part and measure holds.
+            # Of several targets for one scope and measure, the last one holds.
             targets=tuple({(target.scope, target.measure): target for target in targets}.values()),
             idle=IdleRules(self.idle_below, self.idle_grace_seconds),
             thresholds=self.backpressure.thresholds,

@@ -50,9 +50,9 @@ def _gpu_words(given: object) -> object:
     """Return GPUs as a list of words. They may be written as one text, an index, or a list of both."""
     if isinstance(given, str):
         return [word.strip() for word in given.split(",") if word.strip()]
-    many = given if isinstance(given, list | tuple) else [given]
-    is_plain = all(isinstance(one, str | int) and not isinstance(one, bool) for one in many)
-    return [str(one) for one in many] if is_plain else given
+    gpus = given if isinstance(given, list | tuple) else [given]
+    is_plain = all(isinstance(gpu, str | int) and not isinstance(gpu, bool) for gpu in gpus)
+    return [str(gpu) for gpu in gpus] if is_plain else given
 
 
 def _name_has_no_slash(name: str) -> str:

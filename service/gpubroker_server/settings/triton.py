@@ -55,7 +55,7 @@ Url = Annotated[str, check(_is_an_address)]
 
 _RULES = ServerRules("", "")
 _LANE = LaneRules()
-"""The core's values are the defaults."""
+"""The core's rules, whose values are the defaults of settings."""
 
 
 class ServerConnections(Struct, frozen=True, kw_only=True):
