@@ -1,5 +1,5 @@
-"""Clocks: seconds since this machine was booted, its wall clock, and the database's time between two
-readings."""
+"""Clocks: the seconds since this machine was booted, its wall clock, and the database's clock, which is
+interpolated between readings."""
 
 import asyncio
 import time
@@ -28,13 +28,14 @@ _ANSWERS = 3
 
 
 def boot_seconds() -> MonotonicSeconds:
-    """Return the seconds since boot, including sleep. All processes of a machine read the same; it never
-    jumps."""
+    """Return the seconds since boot, including sleep. The value is equal for all processes of a machine, and
+    never jumps."""
     return MonotonicSeconds(time.clock_gettime(_BOOT_CLOCK))
 
 
 class WallClock:
-    """This machine's wall clock, unless its clock since boot contradicts it. Never goes back."""
+    """This machine's wall clock, as far as its clock since boot does not contradict it. It never goes
+    back."""
 
     def __init__(self, wall: Callable[[], float] = time.time, ticks: ReadTicks = boot_seconds) -> None:
         self._wall = wall
@@ -62,10 +63,10 @@ class TimeSource(Protocol):
 
 class DatabaseClock:
     """Interpolates between readings of the database's clock, as far as this machine's clock since boot does
-    not contradict them; `now` never goes back.
+    not contradict them. `now` never goes back.
 
-    When the database's clock is set back by less than the bound, `now` stands still until that clock has
-    caught up: no moment is lived twice. A restart of the service takes over the new time at once.
+    If the database's clock is set back by less than the bound, `now` stands still until that clock has
+    caught up. A restart of the service takes over the new time at once.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class DatabaseClock:
         """The round trip of the quickest answer to the last reading."""
 
     def now(self) -> Instant:
-        known = self._evidence
-        offset_seconds = self._unread_offset_seconds if known is None else known.offset_seconds
+        evidence = self._evidence
+        offset_seconds = self._unread_offset_seconds if evidence is None else evidence.offset_seconds
         self._latest = max(self._latest, Instant(self._ticks() + offset_seconds))
         return self._latest
 
@@ -94,26 +95,30 @@ class DatabaseClock:
         return self._evidence is not None and may_prune(self._evidence, self._ticks())
 
     async def read(self) -> None:
-        """Ask the database a few times. The quickest answer counts, and half of the time it took as its way
-        back: the first one may have waited for a connection. Raises StoreUnavailable."""
+        """Read the database's clock a few times and use the quickest answer, because the first one may have
+        waited for a connection. Half of the time that the answer took counts as its way back. Raises
+        StoreUnavailable."""
         answers = [await self._answer() for _ in range(_ANSWERS)]
         quickest, database_time, boot = min(answers)
-        known = self._evidence
+        before = self._evidence
         self._evidence = (
-            begin_evidence(database_time, boot) if known is None else add_reading(known, database_time, boot)
+            begin_evidence(database_time, boot)
+            if before is None
+            else add_reading(before, database_time, boot)
         )
-        self._tell(known, self._evidence)
+        self._tell(before, self._evidence)
         self.round_trip_seconds = Seconds(quickest)
 
     async def _answer(self) -> tuple[float, Instant, MonotonicSeconds]:
-        """(seconds it took, the database's time, ours at that moment)"""
+        """Return the seconds that the answer took, the database's time, and this machine's time at that
+        moment."""
         asked = self._ticks()
         database_time = await self._source.database_time()
         answered = self._ticks()
         return answered - asked, database_time, MonotonicSeconds((asked + answered) / 2)
 
     def _tell(self, before: ClockEvidence | None, now: ClockEvidence) -> None:
-        """Once when a contradiction begins, and once when it ends."""
+        """Warn once when a contradiction begins, and once when it ends."""
         was = None if before is None else before.contradiction
         if now.contradiction is not None and was is None:
             log.warning(
@@ -124,7 +129,8 @@ class DatabaseClock:
             log.warning("the database's clock counts again")
 
     async def keep(self) -> None:
-        """Read again and again, until cancelled; a database that is away leaves the last reading in force."""
+        """Read the clock at intervals until cancelled. While the database cannot be reached, the last
+        reading is used."""
         while True:
             await asyncio.sleep(self._every_seconds)
             try:

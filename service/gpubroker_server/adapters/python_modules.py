@@ -1,4 +1,4 @@
-"""Reads the names that the modules of entrypoints define from their source; nothing is imported."""
+"""Reads from the source of modules which names they define. Nothing is imported."""
 
 import ast
 import sys
@@ -6,21 +6,23 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 _DYNAMIC = frozenset({"__getattr__", "exec", "eval", "globals", "locals", "setattr", "vars", "modules"})
-"""A module that uses one of these may define names that its source does not show."""
+"""A module that uses one of these names may define others that its source does not show."""
 _MOST_BYTES = 2**20
 _MOST_KNOWN = 10_000
 
 
 class PythonModules:
-    """Looks where the runs of this machine look: in the operator's `task_path`, then in Python's own path."""
+    """Finds modules where the runs of this machine find them: in the operator's `task_path`, then in
+    Python's own path."""
 
     def __init__(self, task_path: Sequence[str]) -> None:
         self._folders = [Path(path) for path in (*task_path, *sys.path) if path]
         self.known: set[str] = set()
-        """Entrypoints that need not be looked for again: their functions were there, or can't be known."""
+        """The entrypoints that need no further check: their functions exist, or the source does not show
+        whether they do."""
 
     def other_names(self, entrypoint: str) -> Collection[str] | None:
-        """Return the names that the module defines if it certainly lacks the function, else None."""
+        """Return the names that the module defines if it certainly lacks the function; otherwise None."""
         module, _, path = entrypoint.partition(":")
         file = self._file_of(module.split("."))
         names = None if file is None else _names_in(file)
@@ -32,12 +34,13 @@ class PythonModules:
         return names
 
     def _file_of(self, parts: Sequence[str]) -> Path | None:
-        """The first folder that has the top-level name decides, as in an import."""
+        """Return the file of a module; None if it has no source. As in an import, only the first folder with
+        the top-level name counts."""
         for folder in self._folders:
             if any(folder.glob(f"{parts[0]}.*")) or (folder / parts[0]).is_dir():
                 inner = folder.joinpath(*parts)
-                found = (inner / "__init__.py", inner.with_suffix(".py"))
-                return next((file for file in found if file.is_file()), None)
+                candidates = (inner / "__init__.py", inner.with_suffix(".py"))
+                return next((file for file in candidates if file.is_file()), None)
         return None
 
 
@@ -46,7 +49,7 @@ def _is_submodule(file: Path, name: str) -> bool:
 
 
 def _names_in(file: Path) -> Collection[str] | None:
-    """Return the names that a module may have; None if its source does not tell all of them."""
+    """Return the names that a module may have; None if its source does not show all of them."""
     try:
         if file.stat().st_size > _MOST_BYTES:
             return None
@@ -72,7 +75,7 @@ def _words(node: ast.AST) -> Iterator[str]:
 
 
 def _defined_by(body: Sequence[ast.AST]) -> Iterator[str]:
-    """Yield what statements bind in their module, however deep in its branches and loops."""
+    """Yield the names that statements bind in their module, also within branches and loops."""
     for node in body:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):

@@ -1,4 +1,5 @@
-"""Tokens of runs, with which a task submits others: signed, stored nowhere, worth nothing without the run."""
+"""Tokens of runs, with which a task submits other tasks. They are signed, are stored nowhere, and are valid
+only while the run lasts."""
 
 import base64
 import hashlib
@@ -24,7 +25,7 @@ class RunTokens:
         return f"{PREFIX}{task}.{fence}.{self._signature(task, fence)}"
 
     def run_of(self, token: str) -> tuple[TaskId, Fence] | None:
-        """None if it was not made with this key."""
+        """Return the run of a token; None if the token was not made with this key."""
         parts = token.removeprefix(PREFIX).split(".")
         if not token.startswith(PREFIX) or len(parts) != 3 or not parts[1].isdecimal() or not token.isascii():
             return None
@@ -37,7 +38,8 @@ class RunTokens:
 
 
 def key_at(path: Path) -> bytes:
-    """The key in this file of mode 0600, made by the first process that asks. Raises OSError."""
+    """Return the key in a file of mode 0600. The first process that calls this makes the file. Raises
+    OSError."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
@@ -49,7 +51,7 @@ def key_at(path: Path) -> bytes:
         try:
             os.link(draft, path)
         except FileExistsError:
-            pass  # another process was quicker, and its key counts
+            pass  # another process has made the file, and its key counts
         finally:
             draft.unlink()
     key = path.read_bytes()

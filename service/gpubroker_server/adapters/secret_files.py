@@ -12,13 +12,13 @@ from gpubroker_server.adapters.blobs.directory import sync_folder
 from gpubroker_server.ports.store import StoreUnavailable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""No other name is one of a file, or leads out of the directory."""
+"""Matches the names of tenants and secrets. No such name leads out of the directory."""
 
 T = TypeVar("T")
 
 
 class SecretFiles:
-    """Below one directory, which all processes on one database share."""
+    """Secrets below one directory, which all processes on one database share."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -88,6 +88,7 @@ class SecretFiles:
 
     def _path(self, tenant: str, name: str) -> Path:
         for part in (tenant, name):
-            if _NAME.fullmatch(part) is None:  # a mistake: names are checked where they come in
+            # This is a mistake in the code, because requests with such names are refused.
+            if _NAME.fullmatch(part) is None:
                 raise ValueError(f"{part!r} is no name of a secret's file, or leads out of its directory")
         return self._root / tenant / name

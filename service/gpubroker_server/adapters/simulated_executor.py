@@ -1,4 +1,5 @@
-"""An executor that runs nothing: a task only waits. For load tests, simulations and tests of the broker."""
+"""An executor that runs nothing: its tasks only wait. It is for load tests, simulations and tests of the
+broker."""
 
 import asyncio
 import json
@@ -68,7 +69,7 @@ class SimulatedNode(Struct, frozen=True):
 
 REMEMBERED_FENCES = 100_000
 DISCARD_ADDRESS = "127.0.0.1:9"
-"""The discard port: the rendezvous address of runs that have no process."""
+"""The discard port, which is the rendezvous address of runs without a process."""
 LONGEST_SECONDS = 10 * 365 * 86400
 
 
@@ -77,13 +78,13 @@ class _Run:
     devices: tuple[tuple[DeviceKey, Mib], ...]
     reports: list[Report] = field(default_factory=list)
     end: asyncio.TimerHandle | None = None
-    """None before the run waits, and after its end."""
+    """The timer of the run's end; None before the run has begun and after its end."""
     waits_seconds: float = 0.0
     is_over: bool = False
 
 
 class WaitingExecutor:
-    """Implements `ports.Executor`. A task waits `kwargs.seconds` (default 0) and returns null."""
+    """Implements `ports.Executor`. A task waits for `kwargs.seconds` (default 0) and returns null."""
 
     def __init__(
         self,
@@ -97,23 +98,23 @@ class WaitingExecutor:
         self._period_seconds = sample_period_seconds
         self._ticks = ticks
         self._leader_term: LeaderTerm | None = None
-        """None while another process leads."""
+        """The term of the leader in this process; None while another process leads."""
         self._incarnation = ""
         self._runs: dict[RunId, _Run] = {}
         """The runs that have not both ended and been forgotten."""
         self._watched: dict[RunId, tuple[tuple[DeviceKey, Mib], ...]] = {}
-        """Devices and MiB of external holders, until they are forgotten."""
+        """The devices and MiB of external holders, until these are forgotten."""
         self._fences: dict[tuple[TaskId, int], Fence] = {}
-        """The highest fence seen, by task and rank: neither it nor a lower one starts again."""
+        """The highest fence that was seen of each task and rank. Neither it nor a lower one starts again."""
         keys = [device_key(node.cluster, node.name, seen.uuid) for seen in node.devices]
         self._used: dict[DeviceKey, dict[str, Mib]] = {key: {} for key in keys}
-        """Device -> MiB of each run that is not over, by the mark of the run."""
+        """The MiB that each run that is not over uses on each device, by the mark of the run."""
         self._pending: list[Report] = []
         self._arrived = asyncio.Event()
         self._heartbeat: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
-        """There is no process to connect to."""
+        """Do nothing, because there is no process to connect to."""
 
     async def start(self, leader_term: LeaderTerm, lineage: Lineage) -> None:
         self._leader_term = leader_term
@@ -176,13 +177,13 @@ class WaitingExecutor:
         self._report(DiskReport(order.node, self._clock.now(), order.request, message=message))
 
     def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
-        """Tasks that wait print nothing."""
+        """Report empty logs, because simulated tasks print nothing."""
         for (task, fence, rank, stream), first_byte in logs.items():
             if node == self._node.name:
                 self._report(Logged(task, fence, self._clock.now(), stream, first_byte, b"", rank=rank))
 
     def answer(self, answer: ObjectAnswer) -> None:
-        """Tasks that wait open no objects."""
+        """Do nothing, because simulated tasks open no objects."""
 
     async def reports(self) -> Sequence[Report | TermRefused | ObjectQuestion]:
         await self._arrived.wait()
@@ -198,10 +199,10 @@ class WaitingExecutor:
         return {"state": "connected", "address": "simulated", "message": "tasks only wait"}
 
     async def flush(self) -> None:
-        """Orders are carried out at once."""
+        """Do nothing, because orders are carried out at once."""
 
     async def stand_back(self) -> None:
-        """Runs go on; they are reported at the next start."""
+        """Stop reporting. The runs go on and are reported at the next start."""
         self._leader_term = None
         if self._heartbeat is not None:
             self._heartbeat.cancel()
@@ -237,7 +238,7 @@ class WaitingExecutor:
             self._go(key)
 
     def _go(self, key: RunId) -> None:
-        """Repeated orders change nothing."""
+        """Begin the wait of a run. Repeated orders change nothing."""
         run = self._runs.get(key)
         if run is not None and run.end is None and not run.is_over:
             after = asyncio.get_running_loop().call_later
@@ -254,7 +255,7 @@ class WaitingExecutor:
             del self._used[device][mark_of(*key)]
 
     def _stop(self, order: StopOrder) -> None:
-        """A run with a grace period stops at once; one without is killed."""
+        """End a run at once. It counts as stopped with a grace period, and as killed without one."""
         key = _key(order)
         run = self._runs.get(key)
         if run is not None and not run.is_over:
@@ -267,8 +268,8 @@ class WaitingExecutor:
             self._report_gone(key, Proof.PROCESS_ABSENT, self._samples(self._used))
 
     def _refuse(self, key: RunId) -> None:
-        """Note that this order will never start the run. A run that is here already reports by itself what
-        becomes of it."""
+        """Report that this order never starts the run. A run that has already started reports its own
+        outcome."""
         if key in self._runs:
             return
         self._note_fence(key)
@@ -320,7 +321,7 @@ class WaitingExecutor:
         )  # fmt: skip
 
     def _measure(self) -> None:
-        """Report what every device holds now."""
+        """Report the present use of all devices and of the node."""
         now, node = self._clock.now(), self._node
         self._report(Sampled(NodeName(node.name), now, self._samples(self._used)))
         busy, memory_mb = min(1.0, len(self._runs) / node.max_runs), Mib(node.memory_mb)
@@ -333,7 +334,7 @@ class WaitingExecutor:
 
     def _report(self, report: Report) -> None:
         if self._leader_term is None:
-            return  # no leader
+            return  # the next leader gets all reports again
         self._pending.append(report)
         self._arrived.set()
 
@@ -343,7 +344,7 @@ def _key(order: Order) -> RunId:
 
 
 def _seconds(payload: RunPayload) -> float:
-    """Return how long the task waits; 0 if it is no entrypoint. Raises ValueError."""
+    """Return the seconds that the task waits; 0 if it is no entrypoint. Raises ValueError."""
     if payload.spec.kind != "entrypoint" or not payload.arguments:
         return 0.0
     match json.loads(payload.arguments):

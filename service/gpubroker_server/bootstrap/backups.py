@@ -1,8 +1,9 @@
-"""`gpubroker backup` and `gpubroker restore`: a folder with the rows of one moment and the objects they name.
+"""`gpubroker backup` and `gpubroker restore`. A backup is a folder with the rows of one moment and the
+objects that they name.
 
-Rows come first, and then the objects. Those that were deleted in between are looked for in vain, and so the
-rows are read once more; if that goes on, uploads that their tenants deleted are left out. `backup.json` is
-written last: a folder without it is no backup.
+The rows are copied first, and then the objects. If objects were deleted in between, the rows are read again;
+if that happens repeatedly, uploads that their tenants deleted are left out. `backup.json` is written last,
+and a folder without it is no backup.
 """
 
 import hashlib
@@ -33,12 +34,12 @@ _ROWS, _OBJECTS, _ABOUT = "gpubroker.db", "blobs", "backup.json"
 _FORM = 1
 _TRIES = 3
 _RESTORING = ".restoring"
-"""The mark in a directory of objects whose restore broke off, and may begin again."""
+"""A file that marks a directory of objects whose restore was interrupted and may begin again."""
 
 
 def back_up(settings: Settings, folder: Path, report: Report) -> bool:
-    """Write a backup. Return True if nothing is missing: an object may have been lost or damaged before.
-    Raises StartRefused."""
+    """Write a backup. Returns False if an object that was lost or damaged before is missing in it. Raises
+    StartRefused."""
     with _plain_errors(folder):
         _make_empty(folder)
         for _ in range(_TRIES):
@@ -67,8 +68,8 @@ def back_up(settings: Settings, folder: Path, report: Report) -> bool:
 
 
 def restore(settings: Settings, folder: Path, report: Report) -> None:
-    """Restore a backup into a place without database and objects. Raises StartRefused; nothing can be served
-    then."""
+    """Restore a backup to a place without a database and objects. Raises StartRefused; the service then
+    cannot start from the place."""
     with _plain_errors(folder):
         about = _about(folder)
         prepare_data_dir(settings.data_dir)

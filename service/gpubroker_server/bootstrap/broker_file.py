@@ -18,7 +18,7 @@ from gpubroker_server.core.domain.units import Seconds
 
 BEAT_SECONDS = 2.0
 LATE_SECONDS = 30.0
-"""A broker that has not renewed its file for so long hangs."""
+"""The time without a renewal of its file after which a broker counts as hanging."""
 
 
 class BrokerFile:
@@ -42,8 +42,7 @@ class BrokerFile:
             self._file.close()
 
     async def renewed_during(self, work: Coroutine[Any, Any, int]) -> int:
-        """Return what the work returns. The file is renewed from the beginning, however long a start
-        takes."""
+        """Do the work, renew the file meanwhile, and return the result of the work."""
         keeping = asyncio.create_task(self._keep())
         try:
             return await work
@@ -58,11 +57,12 @@ class BrokerFile:
 
 
 _held: list[IO[str]] = []
-"""Open, and so locked, until this process has ended."""
+"""The files that stay open, and so locked, until this process has ended."""
 
 
 def hold_service_file(data_dir: Path, url: str) -> None:
-    """Say which process serves this address, until it has ended. The file stays: its lock says enough."""
+    """Write and lock a file that names the address that this process serves. The file stays after the
+    process has ended, but is no longer locked."""
     for path in data_dir.glob("service-*.lock"):
         _is_locked(path, remove=True)
     file = (data_dir / f"service-{os.getpid()}.lock").open("w")
@@ -73,8 +73,8 @@ def hold_service_file(data_dir: Path, url: str) -> None:
 
 
 def service_at(data_dir: Path, url: str) -> int | None:
-    """Return the id of the process that serves, or served, this address and has not ended yet. None also for
-    one of a release that holds no such file."""
+    """Return the id of the process that serves or served this address and has not ended yet; None if there
+    is none, or if it is of a release without such files."""
     for path in data_dir.glob("service-*.lock"):
         with suppress(FileNotFoundError):
             if path.read_text() == url and _is_locked(path, remove=True):
@@ -83,12 +83,13 @@ def service_at(data_dir: Path, url: str) -> int | None:
 
 
 def brokers_of(data_dir: Path) -> list[int]:
-    """Return the process ids of the brokers with this data directory. Files of killed ones are removed."""
+    """Return the process ids of the brokers with this data directory. The files of killed brokers are
+    removed."""
     return [_process(path) for path in data_dir.glob("broker-*.lock") if _is_locked(path, remove=True)]
 
 
 def ages_of_brokers(data_dir: Path) -> Iterator[tuple[int, Seconds]]:
-    """Return the process ids of the brokers with this data directory, and how long ago each renewed its
+    """Yield the process id of each broker with this data directory, and the seconds since it renewed its
     file."""
     for path in data_dir.glob("broker-*.lock"):
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""The broker's role: a candidate for the lead, its leader, the executor, and the model servers."""
+"""The broker's role of a process: the leader candidate, its leader, the executor, and the model servers."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -96,9 +96,10 @@ class BrokerRole:
         clock, heard = follower.clock, lambda: follower.world.position
         self._pruner = Pruner(store, clock, settings.retention, self.term, heard, clock.may_prune)
         self.let_go: Callable[[], frozenset[str]] | None = None
+        """Returns the claims on models that the gateway in this process no longer uses; None without a
+        gateway. Gateways of other processes write theirs into the database."""
         self.in_use: Callable[[], ModelsInUse] | None = None
-        """Claims on models that the gateway in this process has let go of, if there is one. Gateways of other
-        processes say so in the database."""
+        """Returns the models that the gateway in this process uses; None without a gateway."""
         self.last_fleet: Callable[[], FleetSeen | None] = lambda: None
         """Returns the fleet as the last leader saw it, in this process or in another one."""
         self._publisher = Publisher(follower.world, follower.progress, self.seen, store)
@@ -128,16 +129,16 @@ class BrokerRole:
 
     async def _run_candidate(self) -> None:
         """Run as a candidate until the log has events that this software cannot read; then resign. Raises
-        what the candidate raises, in a group."""
+        the exceptions of the candidate in a group."""
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self.candidate.run())
             await self._follower.is_outgrown.wait()
             running.cancel()
-        await asyncio.Event().wait()  # until cancelled
+        await asyncio.Event().wait()  # waits until this task is cancelled
 
     async def check_ray(self, seen: LeaderSeen | None) -> None:
-        """Check that the leader uses the Ray of this process. Raises StartRefused if it leads now and uses
-        another one."""
+        """Check that the leader uses the Ray of this process. Raises StartRefused if the process in `seen`
+        leads now and uses another Ray."""
         if seen is None or not (fault := other_ray(self.executor.status(), seen)):
             return
         row = await self._store.leader()
@@ -149,7 +150,7 @@ class BrokerRole:
         return self.candidate.term
 
     def seen(self, term: Term) -> LeaderSeen:
-        """Return what this process publishes while it leads."""
+        """Return the status that this process publishes while it leads."""
         status, leader = dict(self.executor.status()), self.candidate.leader
         seen = LeaderSeen(
             term, self._name, self._follower.clock.now(), status, slots=self._slots.divided,
@@ -179,7 +180,7 @@ class BrokerRole:
             await client.close()
 
     def _new_leader(self, leader_term: LeaderTerm) -> Leader:
-        """A new one for each term, with nothing kept of earlier terms."""
+        """Return the leader of a new term. It keeps no state of earlier terms."""
         follower, settings = self._follower, self._settings
         logs = LogKeeper(
             leader_term.term,
@@ -245,8 +246,8 @@ class BrokerRole:
         return keeper
 
     def _diagnose(self, fleet: FleetSeen) -> Iterable[Finding]:
-        """Say what the leader knows to be wrong. What only a gateway knows, such as a model server that it
-        cannot reach, is left out."""
+        """Return the findings that the leader knows of. Findings of a gateway alone, such as a model server
+        that it cannot reach, are left out."""
         leader, follower = self.candidate.leader, self._follower
         known = FleetKnown(self.executor.status(), has_leader=True, fleet=fleet)
         if leader is not None:

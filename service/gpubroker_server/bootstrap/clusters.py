@@ -1,4 +1,4 @@
-"""Carries out `gpubroker cluster`, and words what it prints."""
+"""Carries out the commands of `gpubroker cluster`, and makes the texts that they print."""
 
 import os
 import re
@@ -39,8 +39,8 @@ def layout_of(
 
 
 def keep(data_dir: Path, layout: ClusterLayout, say: Callable[[str], None]) -> str:
-    """Run the cluster until SIGINT or SIGTERM. Return why it ended, if by itself. Raises ClusterRefused,
-    StartRefused."""
+    """Run the cluster until SIGINT or SIGTERM. Returns the reason if it ended by itself, otherwise an empty
+    text. Raises ClusterRefused and StartRefused."""
     token_file = local_cluster.token_file_of(data_dir, layout.name)
     prepare_data_dir(data_dir)
     if layout.port:
@@ -62,7 +62,7 @@ def keep(data_dir: Path, layout: ClusterLayout, say: Callable[[str], None]) -> s
 
 
 def lines_of(seen: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines that show people the nodes, and how to join."""
+    """Yield the lines of a table of the nodes, and how to join the cluster."""
     yield f"{'NODE':12}{'GPUS':12}{'CPUS':6}WORKER UNITS"
     for node in seen["nodes"]:
         gpus = _listed(node["gpus"]) or "none"

@@ -1,4 +1,4 @@
-"""Carries out the server's commands. Imports the whole server, which `gpubroker down` does without."""
+"""Carries out the commands that need the whole server. `gpubroker down` does not import this module."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ log = structlog.get_logger("gpubroker")
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Tell a person why, and exit with 2."""
+    """Print the message of a refusal to standard error, and exit with 2."""
     try:
         yield
     except (DatabaseRefused, StartRefused) as refused:
@@ -52,8 +52,8 @@ def refusing() -> Iterator[None]:
 
 
 class ExitDeadline:
-    """Ends the process when its time to stop is over. Nothing acknowledged is lost: a power cut does the
-    same."""
+    """Ends the process when its time to stop is over. Acknowledged requests are not lost, just as after a
+    power cut."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -75,9 +75,9 @@ class ExitDeadline:
 
 
 def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) -> int:
-    """Run in the foreground until SIGTERM, SIGINT or a shutdown request; the exit code.
+    """Run in the foreground until SIGTERM, SIGINT or a shutdown request, and return the exit code.
 
-    `speaks`: as a gateway; `leads`: as a broker. SQLite needs both in one process.
+    The process is a gateway if it `speaks`, and a broker if it `leads`. SQLite needs both in one process.
     """
     configure_logs(settings.log_level, settings.log_format)
     check_installed(settings, leads=leads)
@@ -145,21 +145,22 @@ async def _run(
 
 
 def migrate_database(settings: Settings, revision: str, *, drop_everything: bool) -> str:
-    """Bring the schema to a revision, up or down. Raises StartRefused and DatabaseRefused; the database is
-    unchanged then."""
+    """Bring the schema up or down to a revision, and return a message. Raises StartRefused and
+    DatabaseRefused, and then leaves the database unchanged."""
     prepare_data_dir(settings.data_dir)
     reached = migrate(settings.database, revision, drop_everything=drop_everything)
     return f"the database is now at {reached}"
 
 
 def start_new_lineage(settings: Settings) -> str:
-    """Begin a new lineage and return the text that says so. Raises DatabaseRefused; the database is then
+    """Begin a new lineage, and return a message. Raises DatabaseRefused, and then leaves the database
     unchanged."""
     return f"the database is now in lineage {begin_lineage(settings.database)}"
 
 
 def move_database(settings: Settings, target: str, report: Callable[[str], None]) -> None:
-    """Copy the file of these settings to PostgreSQL. Raises DatabaseRefused; no data is lost."""
+    """Copy the SQLite file of these settings to PostgreSQL. Raises DatabaseRefused; the file then still has
+    all data."""
     from gpubroker_server.adapters.sql.copying.move_data import move_data
 
     move_data(settings.database, target, report)
@@ -170,7 +171,7 @@ def move_database(settings: Settings, target: str, report: Callable[[str], None]
 
 
 def openapi_yaml() -> str:
-    """The text of openapi.yaml."""
+    """Return the text of openapi.yaml."""
     from gpubroker_server.gateway.app import openapi_document
     from gpubroker_server.http import openapi as document
 

@@ -1,4 +1,4 @@
-"""Builds from settings the parts that they describe."""
+"""Builds the parts of a process from the settings."""
 
 import os
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ Number = TypeVar("Number", bound=float | None)
 
 
 def policy_of(settings: Settings) -> Policy:
-    """Return the policy with what other sections of the settings say of it."""
+    """Return the policy, completed with values of other sections of the settings."""
     return replace(
         settings.policy,
         autoscaler=settings.policy.autoscaler or ("Ray" if settings.ray.autoscale else ""),
@@ -51,7 +51,8 @@ def policy_of(settings: Settings) -> Policy:
 
 
 def leader_term_rules_of(settings: Settings) -> LeaderTermRules:
-    """A SQLite file belongs to one process for as long as that lives."""
+    """Return the rules of terms. With SQLite a term lasts until the process exits, because the file belongs
+    to it alone."""
     return UNTIL_PROCESS_EXIT if settings.database.startswith("sqlite:") else LeaderTermRules()
 
 
@@ -99,17 +100,17 @@ def ray_options_of(settings: Settings) -> RayOptions:
 
 
 def _watched(given: FleetSettings) -> tuple[str, ...]:
-    """Return the directories to watch. The disk guard's roots are cleaned by how full their disks are."""
+    """Return the directories whose disks are measured. The disk guard needs this for its roots."""
     return tuple(dict.fromkeys([*given.watched_directories, *(root.path for root in given.disk.roots)]))
 
 
 def hosts_of(settings: Settings) -> list[ModelHost]:
-    """The servers of models that have a node: the leader loads and unloads their models. Raises
+    """Return the model servers that have a node. The leader loads and unloads their models. Raises
     StartRefused."""
     managed = settings.triton.managed
     if not managed:
         return []
-    from gpubroker_server.adapters.triton.host import TritonHost  # with the library of gRPC, which is large
+    from gpubroker_server.adapters.triton.host import TritonHost  # imports gRPC, which is large
     from gpubroker_server.bootstrap.grpc_proxy import rpc_server_of
 
     batches = settings.triton.batch
@@ -126,7 +127,7 @@ def hosts_of(settings: Settings) -> list[ModelHost]:
 
 
 def simulated_devices(settings: Settings) -> tuple[ReportedDevice, ...]:
-    """Return simulated devices, numbered, with UUIDs that show that they are simulated."""
+    """Return the simulated devices with indexes, and with UUIDs that show that they are simulated."""
     seen: list[ReportedDevice] = []
     for given in (device for device in settings.simulated_devices for _ in range(device.count)):
         whole = _simulated(settings, len(seen), given)
@@ -162,7 +163,8 @@ def limits_of(settings: Settings) -> ServiceLimits:
 
 
 def defaults_of(settings: Settings) -> Defaults:
-    """Return the defaults, capped by policy.maximum; only values that a client sends are refused."""
+    """Return the defaults, capped by policy.maximum. Values above the maximum are refused only if a client
+    sends them."""
     given, maximum = settings.defaults, settings.policy.maximum
     return replace(
         given,
@@ -183,7 +185,7 @@ def _named(chosen: NamedDefaults, maximum: TaskMaximum) -> NamedDefaults:
 
 
 def _capped(value: Number, maximum: Number) -> Number:
-    """Return the smaller of the two; None is no number, or no limit."""
+    """Return the smaller of the two values. A value of None stays None, and a maximum of None is no limit."""
     return value if value is None or maximum is None else min(value, maximum)
 
 
@@ -197,7 +199,7 @@ def fleet_rules_of(settings: Settings) -> FleetRules:
 
 
 def host_use(directories: Iterable[Path]) -> HostUse:
-    """Return the use of this machine. Blocks while a file system does not answer."""
+    """Return the use of this machine. This blocks while a file system does not answer."""
     disks = (used for path in directories if (used := _disk_percent(path)) is not None)
     return HostUse(max(disks, default=None), psutil.virtual_memory().percent)
 
@@ -205,5 +207,5 @@ def host_use(directories: Iterable[Path]) -> HostUse:
 def _disk_percent(directory: Path) -> float | None:
     try:
         return psutil.disk_usage(str(directory)).percent
-    except OSError:  # it is not there (yet), or its file system fails
+    except OSError:  # the directory does not exist yet, or its file system fails
         return None

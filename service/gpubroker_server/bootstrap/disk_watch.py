@@ -1,5 +1,5 @@
-"""Checks if the local disks that this process writes to have room, so that it is known before a write
-fails."""
+"""Checks whether the local disks to which this process writes have room, so that a full disk is known before
+a write fails."""
 
 import asyncio
 import errno
@@ -15,13 +15,13 @@ log = structlog.get_logger("gpubroker")
 
 EVERY_SECONDS = 1.0
 ROOM_BYTES = 64 * 1024
-"""A commit may need as much."""
+"""The bytes that a commit may need."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class DiskWatch:
-    """Writes a small file again and again, to one directory on each file system. Every other fault is found
-    by what needs the disk."""
+    """Writes a small file at intervals to one directory on each file system. Faults other than a full disk
+    are left to the code that uses the disk."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
         """`directories` must exist."""
@@ -54,7 +54,7 @@ class DiskWatch:
 
 
 def _why_full(directory: Path) -> str:
-    """Return why the disk is full. Empty if there is room, or something else is wrong."""
+    """Return the error of a full disk; empty if there is room, or if the write fails for another reason."""
     probe = directory / f".room-{os.getpid()}"
     try:
         with probe.open("wb") as file:

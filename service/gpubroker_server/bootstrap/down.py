@@ -24,7 +24,7 @@ _LEADER = "SELECT holder FROM leadership WHERE lease_until > extract(epoch FROM 
 
 
 class StillRunning(Exception):
-    """The service may still run, so its local Ray was not stopped; the text says why and what to do."""
+    """The service may still run, so its local Ray was not stopped. The message says why and what to do."""
 
 
 def stop_everything(settings: Settings) -> list[str]:
@@ -47,7 +47,8 @@ def stop_everything(settings: Settings) -> list[str]:
 
 
 def _leave_cluster(settings: Settings) -> str:
-    """End our agents and runs on a joined Ray, unless another broker leads. Raises StillRunning."""
+    """End the agents and runs of this service on a joined Ray, unless another broker leads. Returns a
+    message. Raises StillRunning."""
     ray = settings.ray
     if (other := _other_leader(settings.database)) is not None:
         return f"{other} leads on this database; its node agents and runs on {ray.address} go on"
@@ -64,7 +65,8 @@ def _leave_cluster(settings: Settings) -> str:
 
 
 def _other_leader(database: str) -> str | None:
-    """The broker that leads now, or soon: those that are stopped have resigned."""
+    """Return the broker that leads now or within TAKEOVER_SECONDS; None if there is none. Stopped brokers
+    have resigned."""
     if database.startswith("sqlite"):
         return None
     from gpubroker_server.adapters.sql.connections import connect_reader
@@ -72,9 +74,9 @@ def _other_leader(database: str) -> str | None:
     deadline = time.monotonic() + TAKEOVER_SECONDS
     with connect_reader(database) as connection:
         while True:
-            found = connection.execute(_LEADER).fetchone()
-            if found is not None or time.monotonic() > deadline:
-                return None if found is None else str(found[0])
+            row = connection.execute(_LEADER).fetchone()
+            if row is not None or time.monotonic() > deadline:
+                return None if row is None else str(row[0])
             time.sleep(0.05)
 
 
@@ -110,7 +112,7 @@ def _stop_service(settings: Settings) -> str:
 
 
 def _stop_brokers(data_dir: Path) -> list[str]:
-    """Stop the brokers without HTTP."""
+    """Stop the brokers that serve no HTTP, and return a message about each."""
     done: list[str] = []
     for broker in brokers_of(data_dir):
         with suppress(psutil.NoSuchProcess):
@@ -120,7 +122,7 @@ def _stop_brokers(data_dir: Path) -> list[str]:
 
 
 def _end(data_dir: Path, broker: psutil.Process) -> None:
-    """Return when the process is gone, and not only its file. Raises StillRunning."""
+    """Stop a broker, and return when both its process and its file are gone. Raises StillRunning."""
     broker.terminate()
     deadline = time.monotonic() + CLOSE_SECONDS
     while broker.pid in brokers_of(data_dir) or (
@@ -142,7 +144,8 @@ def _wait_until_closed(url: str) -> None:
 
 
 def _wait_until_gone(settings: Settings, url: str) -> None:
-    """Requests under way may take `drain_seconds` after the port was closed."""
+    """Return when the process of the service is gone. Requests under way may take `drain_seconds` after the
+    port was closed. Raises StillRunning."""
     most_seconds = settings.drain_seconds + CLOSE_SECONDS
     deadline = time.monotonic() + most_seconds
     while (process := service_at(settings.data_dir, url)) is not None:
@@ -155,7 +158,7 @@ def _wait_until_gone(settings: Settings, url: str) -> None:
 
 
 def _listens(url: str) -> bool:
-    """Return True if a process accepts connections; a timeout counts as yes."""
+    """Return True if a process accepts connections at the URL, or if connecting times out."""
     address = urlsplit(url)
     try:
         socket.create_connection((address.hostname or "", address.port or 80), timeout=1).close()

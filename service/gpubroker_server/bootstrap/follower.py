@@ -1,4 +1,4 @@
-"""The World of a process, which follows the log, and how old it is."""
+"""The World of a process. It follows the event log, and knows how old it is."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -29,22 +29,22 @@ from gpubroker_server.ports.store import (
 log = structlog.get_logger("gpubroker")
 
 POLL_SECONDS = (0.05, 0.25)
-"""A random time between these, so that processes do not poll together. They poll despite hints, which may get
-lost."""
+"""The shortest and the longest time between two polls. The time is random, so that processes do not poll
+together. Processes poll even with hints, because a hint may get lost."""
 
 ALONE_POLL_SECONDS = 1.0
-"""The time between two polls if no other process writes: they only prove that the World is current."""
+"""The time between two polls if no other process writes. Such polls only prove that the World is current."""
 
 FAR_SECONDS = 0.25
-"""The longest supported round trip to the database. To connect takes up to seven, within 2 s; a commit takes
-two, and blocks other commits for one."""
+"""The longest supported round trip to the database. Connecting takes up to seven round trips and must
+succeed within 2 s. A commit takes two, and blocks other commits for one of them."""
 
 Job = tuple[str, Coroutine[Any, Any, None]]
-"""(name for the log, the work of a part of a process until it is cancelled)"""
+"""(the name for the log, the work that a part of a process does until cancelled)"""
 
 
 class LogFollower:
-    """Follows the log for all roles of a process. Its listeners get each event after the World."""
+    """Follows the event log for all roles of a process. Listeners receive each event after the World."""
 
     def __init__(
         self,
@@ -60,7 +60,8 @@ class LogFollower:
         self.progress: dict[TaskId, Progress] = {}
         """The last progress that each run reported."""
         self.on_reread: list[Callable[[LogShortened | LineageChanged], None]] = []
-        """Called when the World was read again, with the reason: listeners have missed events."""
+        """The functions that are called with the reason when the World was read again. Listeners have then
+        missed events."""
         self._rereading = asyncio.Lock()
         self._rereads = 0
         self._store = store
@@ -68,10 +69,11 @@ class LogFollower:
         self._listeners: list[EventListener] = []
         self._verified_at = self._ticks()
         self._away_since: float | None = None
-        """The time when the database was first found to be away."""
+        """The time since when the database cannot be reached; None while it can."""
         self._hinted = asyncio.Event()
         self.is_outgrown = asyncio.Event()
-        """The log has events that this software cannot read; the World does not change any more."""
+        """Set once the log has events that this software cannot read. The World then does not change any
+        more."""
         self._why_outgrown = ""
 
     def listen(self, listener: EventListener) -> None:
@@ -82,7 +84,7 @@ class LogFollower:
         return inf if self._why_outgrown else self._ticks() - self._verified_at
 
     def why_stale(self) -> str:
-        """Return why its age will not fall, and what to do; empty otherwise."""
+        """Return a message if the World will stay stale, which says why and what to do; empty otherwise."""
         return self._why_outgrown
 
     @property
@@ -111,7 +113,8 @@ class LogFollower:
             )
 
     def _on_events(self, events: Sequence[Event]) -> None:
-        """Apply the events. Raises the fault again, so that the store refuses all further writes."""
+        """Apply events to the World and pass them to the listeners. An exception ends the process and is
+        raised again, so that the store refuses all further writes."""
         try:
             self.world.apply(events)
             for listener in self._listeners:
@@ -121,7 +124,8 @@ class LogFollower:
             raise
 
     async def _follow(self) -> None:
-        """Apply what other processes write. While the database is away, the World gets older."""
+        """Apply the events that other processes write, until cancelled. While the database cannot be
+        reached, the World gets older."""
         while True:
             self._hinted.clear()
             began = self._ticks()
@@ -129,7 +133,7 @@ class LogFollower:
                 more = await self._catch_up()
             except LogOutgrown as fault:
                 self._stop_following(fault)
-                await asyncio.Event().wait()  # until cancelled
+                await asyncio.Event().wait()  # waits until this task is cancelled
             except Outgrown:
                 raise
             except StoreUnavailable as fault:
@@ -173,7 +177,7 @@ class LogFollower:
             return True
 
     async def _reread(self, fault: LogShortened | LineageChanged) -> None:
-        """Read everything again. No event is delivered between the fault and `go_on_at`."""
+        """Read all rows again. No event is delivered between the fault and `go_on_at`."""
         log.warning("reading all rows again", fault=str(fault))
         snapshot = await self._store.snapshot()
         refill(self.world, snapshot)
@@ -194,13 +198,14 @@ class LogFollower:
 
 
 def publish_seconds(policy: Policy) -> Seconds:
-    """Return how often last values are published and read: samples must not get too old on the way."""
+    """Return the time between two publications of last values. It is short, so that samples do not get too
+    old."""
     return Seconds(min(1.0, policy.sample_period_seconds / 2))
 
 
 def refill(world: World, snapshot: Snapshot) -> None:
-    """Replace the contents of a World that has missed events. Samples will be measured again; the version of
-    the inventory changes."""
+    """Replace the contents of a World that has missed events. Samples are dropped and measured again; the
+    version of the inventory changes."""
     fresh = World(world.accounts.half_life_seconds)
     fill(fresh, snapshot)
     fresh.inventory_version += world.inventory_version
@@ -208,12 +213,12 @@ def refill(world: World, snapshot: Snapshot) -> None:
 
 
 def fill(world: World, snapshot: Snapshot) -> None:
-    """Fill an empty World."""
+    """Fill an empty World from a snapshot."""
     for node in snapshot.nodes:
         world.add_node(node)
     for device in snapshot.devices:
         world.add_device(device)
-    world.worker_sets.restore(snapshot.worker_sets)  # before the tasks that may run after one
+    world.worker_sets.restore(snapshot.worker_sets)  # these precede tasks that may run after one
     for task in snapshot.tasks:
         world.add_task(task)
     for lease in snapshot.leases:

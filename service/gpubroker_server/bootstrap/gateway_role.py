@@ -1,4 +1,4 @@
-"""The role that speaks HTTP."""
+"""The gateway's role of a process, which serves HTTP."""
 
 import asyncio
 import contextlib
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 
 NODES_AT_ONCE = 20
-"""After so many nodes have been taken into the history, waiting requests have their turn."""
+"""The number of nodes whose samples are added to the history before waiting requests have their turn."""
 DATABASE_LOG_SECONDS = 10.0
 FIRST_LOOK_SECONDS = 1.0
 """The time that a start waits for model servers to list their models."""
@@ -79,11 +79,12 @@ FIRST_LOOK_SECONDS = 1.0
 
 class GatewayRole:
     _draining: Draining | None = None
-    """Set only with models that have leases."""
+    """The draining of models; None without models that have leases."""
     _driver: CallingDriver | None = None
-    """Set only in a gateway without a broker."""
+    """The gateway's own driver for calls to workers of a joined cluster; None if a broker in this process
+    has one."""
     _slots: SlotLeases | None = None
-    """Set only if several gateways divide the slots of models."""
+    """The leases on slots of models; None unless several gateways divide them."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class GatewayRole:
         allow_open_files(settings.limits.connections * (1 if settings.triton.grpc_port is None else 2))
         port = Connections(settings.limits, callers, parts.ids)
         plane = self._plane(parts, callers, app.state.telemetry) if parts.servers else None
-        layers: Any = app.middleware_stack  # all that FastAPI and Starlette would call in between
+        layers: Any = app.middleware_stack  # called without the layers of FastAPI around it
         connection = limited_by(port) if plane is None else in_front_of(plane, port)
         config = uvicorn.Config(
             layers, http=connection, ws="none", loop="none",
@@ -194,7 +195,7 @@ class GatewayRole:
         self._waiters.close()
 
     def stop(self, most_seconds: float) -> None:
-        """Take no new requests; those under way may be answered within the time."""
+        """Accept no new requests. Requests under way may be answered within `most_seconds`."""
         self.drain()
         self._server.config.timeout_graceful_shutdown = max(1, int(most_seconds))
         self._server.should_exit = True
@@ -202,7 +203,8 @@ class GatewayRole:
             self._closing = asyncio.create_task(self._calls.close(most_seconds))
 
     async def report_absence(self) -> None:
-        """Call it when `serve` and all jobs have ended: they would report the gateway again."""
+        """Report that this gateway is gone. Call this after `serve` and all jobs have ended, because they
+        would report the gateway again."""
         with contextlib.suppress(StoreUnavailable):  # the leader notices in a few seconds
             if self._draining is not None and self._store.is_shared:
                 await self._store.absent(self._name)
@@ -212,8 +214,9 @@ class GatewayRole:
                 await self._driver.close()
 
     def _way_to_workers(self) -> WorkerCalls | None:
-        """Return the way to workers: the driver of the broker in this process, or one of its own for a
-        cluster that the settings name. A local Ray belongs to the process that has started it."""
+        """Return the driver for calls to workers: that of the broker in this process, or a driver of the
+        gateway's own for a joined cluster. A local Ray belongs to the process that has started it, so
+        another process gets None."""
         if self._broker is not None:
             executor = self._broker.executor
             return executor.calls if isinstance(executor, RayExecutor) else None
@@ -232,7 +235,7 @@ class GatewayRole:
 
     async def _keep_database_log(self) -> None:
         while True:
-            with contextlib.suppress(StoreUnavailable):  # what it was stays known
+            with contextlib.suppress(StoreUnavailable):  # the last known size stays
                 size_bytes = await self._store.log_bytes()
                 self._parts.database_log.look(size_bytes, self._follower.clock.now())
             await asyncio.sleep(DATABASE_LOG_SECONDS)
@@ -307,7 +310,8 @@ class GatewayRole:
         return grpc_port_of(self._settings, plane, self._listener.getsockname()[0])
 
     async def _write_client_file(self) -> None:
-        """Write where this service is; on the first start, create the admin token."""
+        """Write the file with the service's URL and a token for clients on this machine. The first start
+        creates the admin token."""
         path = self._settings.data_dir / "client.json"
         known = json.loads(path.read_text()) if path.exists() else {}
         secret = known.get("token", "")
@@ -318,8 +322,8 @@ class GatewayRole:
         write_private(path, json.dumps({"url": self.url, "token": secret}))
 
     async def _new_admin(self, name: str) -> str | None:
-        """Return the secret of a new token with every right; None if the name exists already, perhaps because
-        another gateway started at the same moment."""
+        """Return the secret of a new token with every scope; None if a token of this name exists, perhaps
+        because another gateway started at the same moment."""
         now = self._follower.clock.now()
         secret, row = new_token(
             name, tenant="default", scopes=[EVERY_SCOPE], max_priority=MOST_PRIORITY, now=now
@@ -328,7 +332,8 @@ class GatewayRole:
 
 
 def rules_of(settings: Settings, host: str, modules: PythonModules | None = None) -> OperatorRules:
-    """`host`: the address of the gateway's own port. `modules`: what runs import, if all of them run here."""
+    """Return the operator's rules. `host` is the address of the gateway's own port. `modules` are the
+    modules that runs import, if all runs are on this machine."""
     return OperatorRules(
         permissions=Permissions(
             policy_of(settings),
@@ -349,7 +354,7 @@ def rules_of(settings: Settings, host: str, modules: PythonModules | None = None
 
 
 def _own_user() -> str:
-    """Return the name of the user that this process has; empty if the machine knows no name for it."""
+    """Return the name of this process's user; empty if the machine has no name for it."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -357,8 +362,8 @@ def _own_user() -> str:
 
 
 def modules_of(settings: Settings, *, leads: bool) -> PythonModules | None:
-    """Return the modules of the runs if all of them are on this machine: those of other nodes have files of
-    their own. `leads`: this process may lead; on SQLite no other one does."""
+    """Return the modules that runs import, or None unless all runs are on this machine: other nodes have
+    files of their own. `leads` is True if this process may lead; with SQLite no other process does."""
     is_alone = leads and settings.database.startswith("sqlite")
     if not is_alone or settings.engine != "ray" or settings.ray.address:
         return None
@@ -366,7 +371,8 @@ def modules_of(settings: Settings, *, leads: bool) -> PythonModules | None:
 
 
 class QuietServer(uvicorn.Server):
-    """The process handles signals; uvicorn would raise them again at its end."""
+    """A server of uvicorn that leaves signals to the process. Otherwise uvicorn would raise them again at
+    its end."""
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()

@@ -1,4 +1,5 @@
-"""Builds Triton's gRPC protocol from settings. Loaded only if it is used: the library is large."""
+"""Builds the parts for Triton's gRPC protocol from the settings. This module is loaded only if the protocol
+is used, because the library is large."""
 
 import os
 import ssl
@@ -18,7 +19,7 @@ from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.triton import TritonServerSettings
 
 CALLS_PER_CONNECTION = 16
-"""The calls at once for each connection that a server may have; more are refused."""
+"""The number of calls at once for each connection that a server may have. Further calls are refused."""
 
 
 def grpc_port_of(settings: Settings, plane: Plane, host: str) -> GrpcPort:
@@ -40,12 +41,13 @@ def grpc_port_of(settings: Settings, plane: Plane, host: str) -> GrpcPort:
 
 
 def rpc_server_of(given: TritonServerSettings) -> TritonRpcServer:
-    """Return how to call a server over gRPC. Reads its files. Raises StartRefused."""
+    """Return the address of a server over gRPC and how to connect to it. The server's files are read. Raises
+    StartRefused."""
     assert given.grpc_url is not None
     url = urlsplit(given.grpc_url)
     is_encrypted = url.scheme == "https"
     if is_encrypted:
-        trust_of(given)  # checks the files: the library says nothing of a pair that does not fit
+        trust_of(given)  # checks the files, because the library does not report a pair that does not fit
     return TritonRpcServer(
         name=given.name,
         address=url.netloc,

@@ -1,4 +1,5 @@
-"""The leader as a process knows it: its own broker, or what another leader last published."""
+"""The leader as a process knows it, from its own broker or from the last values that another leader
+published."""
 
 import asyncio
 import time
@@ -24,10 +25,11 @@ from gpubroker_server.ports.last_values import LastValues, LeaderSeen
 from gpubroker_server.ports.store import LineageChanged, LogShortened, StoreUnavailable
 
 SILENT_SECONDS = 5.0
-"""A leader that has published nothing for this time is not known any more."""
+"""The time without a publication after which a leader is not known any more."""
 
 PAUSE_FACTOR = 2.0
-"""Each step of forecasting is followed by a pause of its length times this factor: answers go first."""
+"""The pause after each step of forecasting, as a multiple of the step's duration. It lets requests go
+first."""
 
 
 class LeaderStatus:
@@ -72,13 +74,13 @@ class LeaderStatus:
         return last
 
     def last_fleet(self) -> FleetSeen | None:
-        """Return what the leader makes of the fleet, or what the last one did."""
+        """Return the state of the fleet as the present or the last leader sees it; None if it is unknown."""
         if self._broker is not None:
             return self._broker.last_fleet()
         return None if self._published is None else self._published.fleet
 
     def executor_status(self) -> Mapping[str, Any]:
-        """Return the status of the leader's executor, else of the one in this process."""
+        """Return the status of the leader's executor, or of this process's executor if no leader is known."""
         leader = self.leader()
         if leader is not None:
             return leader.executor
@@ -87,24 +89,25 @@ class LeaderStatus:
         return {"state": "unknown", "address": "", "message": "there is no leader"}
 
     def paused(self) -> PausedDetection | None:
-        """Return which silent nodes the leader does not give up. Reads nothing else of the leader, which has
-        something of each node."""
+        """Return the silent nodes that the leader does not give up, and the reason. Nothing else of a leader
+        in this process is read, because its whole status grows with the number of nodes."""
         if (leader := self._here()) is not None and leader.term() is not None:
             return leader.paused()
         seen = self.leader()
         return None if seen is None else seen.paused
 
     def forecasts(self) -> Sequence[Forecast]:
-        """Return the forecasts of starts. Each process computes the same ones from the same World."""
+        """Return the forecasts of starts. Each process computes them from its World."""
         leader = self._here()
         return self._forecast_rounds.forecasts if leader is None else leader.forecasts()
 
     def _on_reread(self, _fault: LogShortened | LineageChanged) -> None:
-        """The World was read again, without samples; in a database that went back, their numbers did too."""
+        """Read all last values again. The World was read again without samples, and in a database that lost
+        commits, the numbers of publications went back too."""
         self._heard = 0
 
     def _here(self) -> BrokerRole | None:
-        """The broker of this process, while it leads or no other process can."""
+        """Return the broker of this process while it leads or no other process can lead; None otherwise."""
         broker = self._broker
         return None if broker is None or (self._store.is_shared and broker.term() is None) else broker
 

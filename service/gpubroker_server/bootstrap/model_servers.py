@@ -1,5 +1,5 @@
-"""Builds the servers of models from settings: as the gateway asks them over HTTP, and as the leader sends
-queued inferences."""
+"""Builds the clients of model servers from the settings: those of the gateway over HTTP, and those of the
+leader for queued inferences."""
 
 import ssl
 from collections.abc import Sequence
@@ -75,7 +75,8 @@ def _rules_of(settings: Settings, given: TritonServerSettings) -> ServerRules:
 
 
 def server_of(given: TritonServerSettings, address: str = "") -> TritonServer:
-    """Return the server. `address`: instead of its `http_url`. Reads its files. Raises StartRefused."""
+    """Return the address of a server and how to connect to it. `address` replaces its `http_url`. The
+    server's files are read. Raises StartRefused."""
     url = urlsplit(address or given.http_url)
     assert url.hostname is not None
     assert url.port is not None
@@ -134,5 +135,6 @@ def trust_of(given: TritonServerSettings) -> ssl.SSLContext:
 
 
 def _refuse_password() -> str:
-    """Refuse a key with a password: otherwise the library would ask for it on the terminal."""
+    """Raise ValueError for a key with a password. Otherwise the library would ask for the password on the
+    terminal."""
     raise ValueError("the key has a password")

@@ -1,4 +1,4 @@
-"""The directory of large objects: always the one that belongs to the database.
+"""Opens the directory of large objects, and makes sure that it belongs to the database.
 
 First the database gets a mark, then the directory gets a name that begins with this mark, then the database
 gets the name. If the first start is interrupted, the next one recognizes the directory by the mark.
@@ -15,15 +15,15 @@ from gpubroker_server.bootstrap.start_checks import StartRefused
 from gpubroker_server.settings.loading import Settings
 
 _ID = ".gpubroker"
-"""The file in the directory that has its name, independent of the path."""
+"""The file in the directory that contains the directory's name, which is independent of its path."""
 
 _OPEN = "-"
-"""The end of a mark; no name of a directory ends so."""
+"""The end of a mark. No name of a directory ends with it."""
 
 
 async def open_blobs(settings: Settings, store: SqlStore) -> DirectoryBlobs:
-    """Open the directory of objects. Raises StartRefused unless it belongs to this database: a database
-    deletes objects that its rows do not name."""
+    """Open the directory of objects. Raises StartRefused unless it belongs to this database, because a
+    database deletes objects that its rows do not name."""
     folder = settings.objects
     known = await store.blobs() or await store.claim_blobs(f"{secrets.token_hex(8)}{_OPEN}", instead_of="")
     is_first = known.endswith(_OPEN)
@@ -56,24 +56,25 @@ async def open_blobs(settings: Settings, store: SqlStore) -> DirectoryBlobs:
 
 
 def _is_alone(settings: Settings) -> bool:
-    """The directory is beside the SQLite file, so no other database uses it."""
+    """Return True if the directory is beside the SQLite file, so that no other database uses it."""
     return settings.blob_dir is None and settings.database.startswith("sqlite:")
 
 
 def _id_of(folder: Path) -> str:
-    """Return the id of the store in a folder; empty if it has none."""
+    """Return the name in a directory's file; empty if there is no file."""
     with suppress(FileNotFoundError):
         return (folder / _ID).read_text(encoding="ascii").strip()
     return ""
 
 
 def name_anew(folder: Path) -> str:
-    """Name a directory that belongs to no database yet; the name."""
+    """Give a name to a directory that belongs to no database yet, and return the name."""
     return _named(folder, f"{secrets.token_hex(8)}{_OPEN}")
 
 
 def _named(folder: Path, mark: str) -> str:
-    """Name the directory, unless another process is quicker; the name, which is on disk then."""
+    """Give a name to a directory unless another process does so first, and return the name. It is then on
+    disk."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     own_id = f"{mark}{secrets.token_hex(8)}"
     draft = folder / f"{_ID}.{own_id}"

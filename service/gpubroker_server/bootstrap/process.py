@@ -1,4 +1,4 @@
-"""One process: its roles around one World, from the start until it is asked to stop."""
+"""A process of the service, with its roles around one World, from the start until it is asked to stop."""
 
 import asyncio
 import gc
@@ -35,20 +35,20 @@ log = structlog.get_logger("gpubroker")
 
 
 WIND_UP_SECONDS = 0.1
-"""The time in which the leader commits reports and sends orders before it stops; another one shall lead
-within half a second. The next leader gets what is left again."""
+"""The time in which the leader commits reports and sends orders before it stops. It is short, because
+another process should lead within half a second. The next leader receives the remaining reports again."""
 
 MOST_NAMED = 5
-"""The most entrypoints that one line of a start names."""
+"""The most entrypoints that a line printed at the start names."""
 
 CLOSE_SECONDS = 1.0
-"""The part of drain_seconds that is reserved for the end itself."""
+"""The part of drain_seconds that is reserved for closing the process itself."""
 
 Part = Union[BrokerRole, LogFollower, LeaderStatus, DiskWatch, "GatewayRole"]
 
 
 class Process:
-    """Gateway, broker, or both at once around one World."""
+    """A gateway, a broker, or both in one process around one World."""
 
     def __init__(
         self,
@@ -61,8 +61,9 @@ class Process:
         on_start: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """A gateway if it has a listener; a broker if it `leads`. `on_start` is called when it serves,
-        `on_stop` when it is asked to stop and to leave the cluster running. Raises StartRefused."""
+        """The process is a gateway if it has a listener, and a broker if it `leads`. `on_start` is called
+        when it serves. `on_stop` is called when it is asked to stop and to leave the cluster running. Raises
+        StartRefused."""
         self._name = name = process_name()
         self._settings = settings
         self._store = store
@@ -80,14 +81,14 @@ class Process:
         self._lead = LeaderStatus(store, follower, policy_of(settings), broker)
         self._disks = DiskWatch([settings.data_dir, settings.objects])
         self._gateway: GatewayRole | None = None
-        """The gateway, loaded once the roles that decide run."""
+        """The gateway; None until its module has been loaded, after the broker has begun."""
 
     async def run(self) -> int:
-        """Work until asked to stop; the exit code.
+        """Work until asked to stop, and return the exit code.
 
-        The cluster keeps running unless the stop says otherwise. If one part ends, for any reason, the
-        process stops, and a supervisor starts it again. Raises StartRefused, and StoreUnavailable if the
-        database goes away before anything has started.
+        The cluster keeps running unless the request to stop says otherwise. If one part ends, for any
+        reason, the process stops, and a supervisor starts it again. Raises StartRefused, and
+        StoreUnavailable if the database goes away before anything has started.
         """
         make_full_collections_rare()
         await self._follower.begin()
@@ -120,7 +121,7 @@ class Process:
                 self._say(*waiting_in_vain(self._settings, await self._store.pending_entrypoints()))
 
     async def _undo_start(self, leading: Sequence[asyncio.Task[None]]) -> None:
-        """Leave nothing running of a start that failed. A local Ray goes on if it has runs, which the next
+        """Stop the parts that a failed start has begun. A local Ray goes on if it has runs, which the next
         start finds again, or if other brokers may use it."""
         await _end(leading)
         if self._broker is not None:
@@ -128,8 +129,8 @@ class Process:
             await self._broker.close(stop_cluster=is_ours and not self._follower.world.active)
 
     async def _speak(self, listener: socket.socket) -> asyncio.Task[None]:
-        """Serve requests from now on. The gateway is loaded only here, beside the first decisions: it takes a
-        quarter of the time to load the service."""
+        """Begin to serve requests. The gateway is loaded only here, while the broker already works, because
+        loading it takes a quarter of the time of a start."""
         gc.disable()  # see `make_full_collections_rare`
         await asyncio.to_thread(import_module, "gpubroker_server.bootstrap.gateway_role")
         from gpubroker_server.bootstrap.gateway_role import GatewayRole
@@ -145,8 +146,8 @@ class Process:
     async def _drain(
         self, serving: Sequence[asyncio.Task[None]], leading: Sequence[asyncio.Task[None]]
     ) -> None:
-        """Finish what is under way. The leader resigns first, so that another one need not wait for the last
-        request."""
+        """Finish the requests and commits that are under way. The leader resigns first, so that the next
+        leader need not wait for the last request."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         has_no_fault = self._fault is None
@@ -188,7 +189,8 @@ class Process:
             log.warning("a part failed while the service ended", subject=part.get_name(), fault=repr(fault))
 
     def _fail(self, part: str, fault: BaseException) -> None:
-        """Stop: without this part the service would only seem to work."""
+        """Stop the process after one of its parts has ended, because the service would only seem to work
+        without it."""
         says_all = isinstance(fault, Outgrown | StartRefused)  # a mistake in the code needs its traceback
         trace = None if says_all else fault
         log.error("stopping: a part of the service ended", subject=part, fault=repr(fault), exc_info=trace)
@@ -207,12 +209,12 @@ class Process:
             loop.add_signal_handler(number, self._shut_down, False)
 
     def _say(self, *lines: str) -> None:
-        """Write lines for people; with JSON, one value each like all others."""
+        """Write lines for people to standard error, or each as a log line if the log format is JSON."""
         if self._settings.log_format == "json":
             for line in lines:
                 log.info(line.strip())
             return
-        with suppress(OSError, ValueError, AttributeError):  # closed, or there is none: nobody reads it
+        with suppress(OSError, ValueError, AttributeError):  # standard error is closed or missing
             sys.stderr.write("".join(f"{line}\n" for line in lines))
             sys.stderr.flush()
 
@@ -225,11 +227,12 @@ async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
 
 
 def make_full_collections_rare() -> None:
-    """A full collection walks the whole queue in memory and finds nothing.
+    """Set the garbage collector so that full collections are rare: they walk the whole queue in memory and
+    find nothing.
 
-    Young collections are small, since requests and planning wait for them. Objects that survive two of them
-    wait for a full one, so requests and planning must not leave cycles behind (ADR 70). What was loaded
-    before this call is left out of all collections.
+    Young collections are small, because requests and planning wait for them. Objects that survive two of
+    them stay until a full collection, so requests and planning must not leave reference cycles behind (ADR
+    70). Objects that exist at this call are left out of all collections.
     """
     gc.freeze()
     gc.set_threshold(100, 1, 600_000)
@@ -237,7 +240,7 @@ def make_full_collections_rare() -> None:
 
 
 def greeting(settings: Settings, url: str | None) -> list[str]:
-    """The lines that a start prints. `url`: of a gateway."""
+    """Return the lines that a start prints. `url` is that of the gateway; None without one."""
     if url is None:
         return ["gpubroker broker is up; it serves no HTTP"]
     lines = [
@@ -262,7 +265,7 @@ def greeting(settings: Settings, url: str | None) -> list[str]:
 
 
 def which_ray(settings: Settings) -> list[str]:
-    """The lines that a start prints about what runs its tasks."""
+    """Return the lines that a start prints about the Ray that runs its tasks."""
     if settings.engine != "ray":
         return ["  tasks only wait (engine: simulated)"]
     address, named = settings.ray.address, os.environ.get("RAY_ADDRESS", "")
@@ -278,7 +281,8 @@ def which_ray(settings: Settings) -> list[str]:
 
 
 def which_gpus(settings: Settings) -> list[str]:
-    """The lines that a start prints about the GPUs that it uses, if not all of each machine."""
+    """Return the lines that a start prints about the GPUs that it uses; none if it uses all GPUs of each
+    machine."""
     variable, named = os.environ.get(VARIABLE), settings.ray.gpus
     if settings.engine != "ray" or settings.simulated_devices:
         return []
@@ -297,14 +301,14 @@ def which_gpus(settings: Settings) -> list[str]:
 
 
 def waiting_in_vain(settings: Settings, pending: Mapping[str, int]) -> list[str]:
-    """The line that a start prints about tasks that an earlier configuration accepted. `pending`: the
-    entrypoints of waiting tasks, and how many tasks name each."""
-    found = withdrawn_entrypoints(tuple(settings.entrypoints), pending)
-    if not found:
+    """Return the line that a start prints about waiting tasks whose entrypoints are no longer allowed.
+    `pending` maps the entrypoints of waiting tasks to the number of these tasks."""
+    withdrawn = withdrawn_entrypoints(tuple(settings.entrypoints), pending)
+    if not withdrawn:
         return []
-    names = ", ".join(f"{name} ({count})" for name, count in found[:MOST_NAMED])
-    more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    tasks = sum(count for _, count in found)
+    names = ", ".join(f"{name} ({count})" for name, count in withdrawn[:MOST_NAMED])
+    more = f", and {len(withdrawn) - MOST_NAMED} more" if len(withdrawn) > MOST_NAMED else ""
+    tasks = sum(count for _, count in withdrawn)
     waiting = (
         "1 waiting task names an entrypoint" if tasks == 1 else f"{tasks} waiting tasks name entrypoints"
     )
@@ -316,7 +320,8 @@ def waiting_in_vain(settings: Settings, pending: Mapping[str, int]) -> list[str]
 
 
 def farewell(settings: Settings, runs: int, stop_cluster: bool) -> str:
-    """The line that a stop prints: it ends neither runs nor Ray."""
+    """Return the line that a stop prints. It says that the runs and Ray go on, unless the cluster is stopped
+    too."""
     if stop_cluster or settings.engine != "ray":
         return "gpubroker stopped"
     ray = "Ray" if settings.ray.address else "the local Ray"

@@ -1,5 +1,5 @@
-"""Gives tasks access to the service, to submit others, if the operator lets them, and their tenants'
-secrets."""
+"""Gives tasks access to the service, so that they can submit other tasks, and to the secrets of their
+tenants."""
 
 import socket
 from collections.abc import Mapping
@@ -15,10 +15,11 @@ _KEY = "run-tokens.key"
 
 
 class RunAccess:
-    """Gives nothing unless `submit_from_tasks` is set."""
+    """Gives runs access to the service if `submit_from_tasks` is set."""
 
     def __init__(self, settings: Settings, listener: socket.socket | None) -> None:
-        """Raise StartRefused if tasks could not be told where a gateway is, or the key cannot be read."""
+        """Read the key of run tokens. Raises StartRefused if it cannot be read, or if no address of a
+        gateway is known."""
         self._tokens: RunTokens | None = None
         self._url = settings.tasks_url or ("" if listener is None else url_of(listener))
         if not settings.submit_from_tasks:
@@ -29,13 +30,13 @@ class RunAccess:
                 "reach a gateway, such as https://gpubroker.lab"
             )
         try:
-            # Beside the objects, which all processes on one database share.
+            # The key is beside the objects, whose directory all processes on one database share.
             self._tokens = RunTokens(key_at(settings.objects / _KEY))
         except OSError as fault:
             raise StartRefused(f"submit_from_tasks needs a key that cannot be used: {fault}") from None
 
     def env_of(self, task: Task) -> Mapping[str, str]:
-        """The variables by which the SDK in a run finds the service."""
+        """Return the environment variables by which the SDK in a run finds the service."""
         if self._tokens is None:
             return {}
         token = self._tokens.token_of(task.id, task.fence)
@@ -51,6 +52,6 @@ def secrets_of(settings: Settings) -> SecretFiles:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address by which clients on this machine connect."""
+    """Return the URL by which clients on this machine connect."""
     host, port = own_host(listener.getsockname()[0]), listener.getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""Checks before anything starts, and the files that a process leaves in its data directory."""
+"""Checks before a process starts, and the files that it leaves in its data directory."""
 
 import contextlib
 import os
@@ -26,15 +26,14 @@ from gpubroker_server.settings.ray import client_server_refused
 log = structlog.get_logger("gpubroker.start")
 
 OTHER_FILES = 1024
-"""The files besides connections: databases, model servers, runs' files."""
-
+"""The open files besides connections: those of databases, model servers and runs."""
 
 _OUR_FILES = frozenset({"client.json", "gpubroker.db", "blobs", "ray-head.log", ".gpubroker"})
-"""Any of them shows that a directory has been ours before."""
+"""The names of files of which each shows that a directory was a data directory before."""
 
 
 class StartRefused(Exception):
-    """The service cannot start; the text says why and what to do."""
+    """The service cannot start. The message says why and what to do."""
 
 
 def process_name() -> str:
@@ -44,11 +43,12 @@ def process_name() -> str:
 
 
 def prepare_data_dir(data_dir: Path) -> None:
-    """Create it with mode 0700, or set an existing one to that, and write to it. Raises StartRefused."""
+    """Create the data directory with mode 0700, or set the mode of an existing one, and check that it can be
+    written to. Raises StartRefused."""
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         keep_private(data_dir)
-        TemporaryFile(dir=data_dir).close()  # of no name: several processes may start at once
+        TemporaryFile(dir=data_dir).close()  # without a name, because several processes may start at once
     except OSError as error:
         raise StartRefused(
             f"cannot write to the data directory {data_dir}: {error.strerror}; "
@@ -57,14 +57,14 @@ def prepare_data_dir(data_dir: Path) -> None:
 
 
 def keep_private(directory: Path) -> None:
-    """Set a directory that others may enter to mode 0700. One that belongs to another user, such as a volume
-    of a container, or that has other programs' files, such as /tmp, stays as it is."""
-    known = directory.stat()
-    if not known.st_mode & 0o077:
+    """Set a directory that other users may enter to mode 0700. A directory of another user, such as a volume
+    of a container, or one with files of other programs, such as /tmp, stays as it is."""
+    status = directory.stat()
+    if not status.st_mode & 0o077:
         return
-    mode = f"it had mode {S_IMODE(known.st_mode):o}"
+    mode = f"it had mode {S_IMODE(status.st_mode):o}"
     names = {path.name for path in directory.iterdir()}
-    if known.st_uid == os.geteuid() and not known.st_mode & S_ISVTX and (not names or names & _OUR_FILES):
+    if status.st_uid == os.geteuid() and not status.st_mode & S_ISVTX and (not names or names & _OUR_FILES):
         directory.chmod(0o700)
         said = "others could enter this directory; it is set to mode 0700 now"
         log.warning(said, path=str(directory), fault=mode)
@@ -74,7 +74,7 @@ def keep_private(directory: Path) -> None:
 
 
 def check_installed(settings: Settings, *, leads: bool) -> None:
-    """Check that the extras are there that these settings need. Raises StartRefused."""
+    """Check that the packages that these settings need are installed. Raises StartRefused."""
     needed = []
     if leads and settings.engine == "ray":
         needed.append(("ray", "ray", "to run tasks (engine: ray)"))
@@ -94,7 +94,8 @@ def check_installed(settings: Settings, *, leads: bool) -> None:
 
 
 def check_reach(settings: Settings) -> None:
-    """An address that other machines reach needs the names by which they address it. Raises StartRefused."""
+    """Check that `allowed_hosts` is set if other machines can reach the service's address. Raises
+    StartRefused."""
     if settings.host in LOOPBACK or settings.allowed_hosts:
         return
     raise StartRefused(
@@ -114,8 +115,8 @@ def check_shared(settings: Settings) -> None:
 
 
 def check_disk_roots(settings: Settings) -> None:
-    """Check that no root of the disk guard is a symbolic link on this machine: the guard follows none, so it
-    would never delete anything there. Raises StartRefused."""
+    """Check that no root of the disk guard is a symbolic link on this machine. The guard follows none, so it
+    would never delete a file there. Raises StartRefused."""
     for root in settings.fleet.disk.roots:
         if os.path.islink(root.path):
             raise StartRefused(
@@ -125,7 +126,7 @@ def check_disk_roots(settings: Settings) -> None:
 
 
 def batches_without_effect(settings: Settings) -> str:
-    """Return the sentence that says which part of `triton.batch` does nothing; empty if all of it counts."""
+    """Return a message about the parts of `triton.batch` that have no effect; empty if there are none."""
     triton = settings.triton
     named = ", ".join(sorted(triton.batch))
     if not triton.batch:
@@ -141,9 +142,9 @@ def batches_without_effect(settings: Settings) -> str:
 
 
 def check_ray_access(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
-    """Check that the token and the certificates for a joined Ray are there and fit. Raises StartRefused. They
-    are named by settings or, as for Ray itself, in the environment. Without this check Ray would try for
-    minutes."""
+    """Check that the token and the certificates for a joined Ray can be read and fit together. They are
+    named by settings or, as for Ray itself, in the environment. Without this check Ray would try for
+    minutes. Raises StartRefused."""
     if settings.engine != "ray":
         return
     if "://" in (client := environment.get("RAY_ADDRESS", "")):
@@ -193,7 +194,7 @@ def _check_readable(name: str, path: Path) -> None:
 
 
 def check_gpus(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
-    """Check that no GPU to use is named twice: CUDA shows none then. Raises StartRefused."""
+    """Check that no GPU is named twice, because CUDA then shows none. Raises StartRefused."""
     named, by = settings.ray.gpus, "ray.gpus"
     if named is None and not settings.ray.address and VARIABLE in environment:
         named, by = tuple(environment[VARIABLE].split(",")), VARIABLE
@@ -225,11 +226,13 @@ def check_task_surroundings(settings: Settings) -> None:
 
 
 def other_ray(own_executor: Mapping[str, Any], leader: LeaderSeen) -> str:
-    """Return the reason why the Ray of this process cannot be the leader's, and what to do; empty if it can.
+    """Return a message if this process uses another Ray than the leader, which says what to do; otherwise
+    empty.
 
-    All brokers on one database must use one Ray: a broker can neither hear nor stop what another Ray runs.
-    `own_executor`: the status of this process's executor. A local Ray is identified by machine and data
-    directory (`home`). A joined Ray may have several addresses, so two of those are not compared.
+    All brokers on one database must use one Ray, because a broker can neither hear nor stop runs of another
+    Ray. `own_executor` is the status of this process's executor. A local Ray is identified by its machine
+    and data directory (`home`). A joined Ray may have several addresses, so the addresses of two joined ones
+    are not compared.
     """
     leader_executor = leader.executor
     home, leaders = own_executor.get("home"), leader_executor.get("home")
@@ -247,7 +250,7 @@ def other_ray(own_executor: Mapping[str, Any], leader: LeaderSeen) -> str:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound before anything starts. Raises StartRefused."""
+    """Return a socket that listens on this address. Raises StartRefused."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -281,12 +284,12 @@ def allow_open_files(most_connections: int) -> None:
 
 
 def own_host(bound: str) -> str:
-    """The address by which clients on this machine connect."""
+    """Return the address by which clients on this machine connect."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)  # noqa: S104  # nothing is bound here
 
 
 def port_owner(port: int) -> str:
-    """Return which process listens there; empty if this user may not know it."""
+    """Return the process that listens on a port; empty if this user may not see it."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN
@@ -296,7 +299,7 @@ def port_owner(port: int) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file of mode 0600 in one step."""
+    """Write a file of mode 0600, which replaces an existing one in one step."""
     draft = path.with_name(path.name + ".new")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

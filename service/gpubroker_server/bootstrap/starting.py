@@ -1,7 +1,7 @@
-"""The file in the data directory that is there while a service starts.
+"""The file that exists in the data directory while a service starts.
 
-It is locked, so that the file of a process that was killed says nothing. `gpubroker.transport.starting`
-reads it.
+The file is locked, so that the file of a killed process is recognized. `gpubroker.transport.starting` reads
+it.
 """
 
 import fcntl

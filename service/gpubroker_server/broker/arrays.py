@@ -1,4 +1,4 @@
-"""The arrays whose workers report, as far as the leader has met them."""
+"""The state of arrays whose workers report to this leader."""
 
 import asyncio
 import json
@@ -19,7 +19,8 @@ from gpubroker_server.ports.store import BlobStore, BlobTooLarge, StoredState, T
 
 
 class Arrays:
-    """Read from the store when a worker is first heard, and again whenever a commit has failed."""
+    """A cache of arrays. An array is read from the store when one of its workers first reports, and again
+    after a commit has failed."""
 
     def __init__(self, store: TaskStore, world: World) -> None:
         self._store = store
@@ -28,25 +29,26 @@ class Arrays:
         self._drafts: dict[TaskId, ArrayWork] = {}
 
     async def drafts(self, reports: Iterable[Report]) -> Mapping[TaskId, ArrayWork]:
-        """The arrays that these reports are about, to be changed; and those without work left, some of whose
-        workers are still there. Raises StoreUnavailable."""
+        """Return copies of the arrays that these reports are about, which the caller may change, and the
+        arrays without work left of which some workers are still in the World. Raises StoreUnavailable."""
         tasks = (
             self._world.tasks.get(report.task) for report in reports if isinstance(report, ItemsReported)
         )
         holders = (task.holder for task in tasks if task is not None)
         arrays = {holder.array for holder in holders if isinstance(holder, WorkerSeat)}
-        found = [await self._find(array) for array in sorted(arrays)]
-        self._drafts = {work.terms.id: work.copy() for work in found if work is not None}
+        works = [await self._find(array) for array in sorted(arrays)]
+        self._drafts = {work.terms.id: work.copy() for work in works if work is not None}
         over = {array: work for array, work in self._works.items() if work.left == 0}
         return {**over, **self._drafts}
 
     def begin_commit(self) -> None:
-        """Set aside the arrays with decisions: until `committed`, what was decided may be so or not."""
+        """Forget the arrays that the drafts change. Whether the changes hold is unknown until `committed` is
+        called; if it is not, the arrays are read from the store again."""
         for array in self._drafts:
             self._works.pop(array, None)
 
     def committed(self) -> None:
-        """Keep what was decided from the drafts, which is committed now. Arrays whose workers have ended are
+        """Keep the drafts, because their changes are committed now. Arrays whose workers have all ended are
         forgotten."""
         works = {**self._works, **self._drafts}
         self._works = {array: work for array, work in works.items() if self._is_at_work(work)}
@@ -68,8 +70,8 @@ class Arrays:
 
 
 async def ends_of(store: TaskStore, states: Mapping[TaskId, StoredState]) -> dict[TaskId, TaskEnd]:
-    """Return how these tasks ended, or stand. The id of an array means all of it: it has ended when its last
-    worker has, and succeeded if all its items did."""
+    """Return the end, or else the present state, of each of these tasks. The id of an array stands for the
+    whole array: it has ended when its last worker has, and has succeeded if all its items have."""
     ends = {task: TaskEnd(state.state, state.failed_by) for task, state in states.items()}
     for task, state in states.items():
         if state.array == task and state.state.is_terminal:
@@ -78,7 +80,7 @@ async def ends_of(store: TaskStore, states: Mapping[TaskId, StoredState]) -> dic
 
 
 async def _end_of_array(store: TaskStore, array: TaskId) -> TaskEnd | None:
-    """Return None if its terms are gone."""
+    """Return the end or the present state of an array; None if its row is gone."""
     text = await store.batch_answer(array)
     if not text:
         return None
@@ -96,8 +98,9 @@ async def _end_of_array(store: TaskStore, array: TaskId) -> TaskEnd | None:
 async def with_pages_stored(
     decisions: Sequence[Decision], blobs: BlobStore, inline_bytes: int
 ) -> list[Decision]:
-    """Make objects of large pages, all at once: each waits for the disk. One that is too large for that stays
-    in its row: each item is within the limit of results."""
+    """Store large pages of results as blobs, and return the decisions that name these. All pages are stored
+    at once, because each write waits for the disk. A page that is too large for a blob stays in its row;
+    that row is bounded, because each item is within the limit of results."""
     large = [page for decision in decisions for page in decision.items if len(page.lines) > inline_bytes]
     stored = dict(
         zip(map(id, large), await asyncio.gather(*(_put(blobs, page) for page in large)), strict=True)

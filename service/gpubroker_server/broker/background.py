@@ -1,5 +1,5 @@
-"""The leader's work beside its cycles: publish last values, divide slots of models, prune, ask for gateways,
-and ask an autoscaler for room."""
+"""The leader's work beside its cycles: it publishes last values, divides slots of models, prunes old rows,
+asks gateways which models they use, and asks an autoscaler for room."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -43,16 +43,16 @@ log = structlog.get_logger("gpubroker.retention")
 
 PRUNE_SECONDS = Seconds(60.0)
 PRUNE_PAUSE_SECONDS = Seconds(0.1)
-"""The time between two steps, each of which blocks other writes for some milliseconds."""
+"""The pause between two steps of pruning, each of which blocks other writes for some milliseconds."""
 
 REQUEST_SECONDS = Seconds(5.0)
 USE_SECONDS = Seconds(0.1)
-"""The time between two questions to gateways which models are in use."""
+"""The time between two reads of the models that gateways use."""
 SERVER_GONE_SECONDS = Seconds(2.0)
-"""The time between two looks at the processes of servers that left models in quarantine."""
+"""The time between two checks of the server processes whose models are in quarantine."""
 
 ReadTerm = Callable[[], Term | None]
-"""The term of this process; None while it does not lead."""
+"""Returns the term of this process; None while it does not lead."""
 
 
 @dataclass(eq=False)
@@ -63,11 +63,11 @@ class ResourceRequests:
     policy: Policy
     clock: Clock
     request: Callable[[Sequence[Mapping[str, float]]], None]
-    """Replaces what was asked for before."""
+    """Asks the autoscaler for these bundles, in place of those asked for before."""
 
     async def keep(self, term: ReadTerm, every_seconds: Seconds = REQUEST_SECONDS) -> None:
-        """Request the demand until cancelled, again and again, because the autoscaler may have been started
-        again."""
+        """Keep asking the autoscaler for the demand until cancelled. The request is repeated because a
+        restarted autoscaler forgets it."""
         while True:
             if term() is not None:
                 demand = autoscaling_demand(self.world, self.policy, self.clock.now())
@@ -77,13 +77,13 @@ class ResourceRequests:
 
 @dataclass(eq=False)
 class Publisher:
-    """Publishes samples, progress and the leader's status to other processes: what changed since the last
-    time."""
+    """Publishes samples, progress and the leader's status to other processes. Each publication contains only
+    the values that have changed since the previous one."""
 
     world: World
     progress: Mapping[TaskId, Progress]
     leader: Callable[[Term], LeaderSeen]
-    """The status of this process while it leads the term."""
+    """Returns the status of this process while it leads the given term."""
     store: LastValueStore
 
     def __post_init__(self) -> None:
@@ -104,7 +104,8 @@ class Publisher:
                 await self.publish(leading)
 
     async def publish(self, term: Term) -> None:
-        """Publish what has changed. What cannot be written now is published the next time."""
+        """Publish the values that have changed. If they cannot be written now, the next call publishes
+        them."""
         if term != self._term:
             self._term, self._number, self._idle = term, 0, None
             self._samples, self._nodes, self._runs = {}, {}, {}
@@ -130,7 +131,7 @@ class Publisher:
 
 
 def _apart(leader: LeaderSeen) -> tuple[LeaderSeen, Sequence[Idle]]:
-    """The leader without what is idle, and that."""
+    """Return the leader's status without its idle devices, and the idle devices."""
     if (fleet := leader.fleet) is None:
         return leader, ()
     return replace(leader, fleet=replace(fleet, idle=())), fleet.idle
@@ -139,9 +140,9 @@ def _apart(leader: LeaderSeen) -> tuple[LeaderSeen, Sequence[Idle]]:
 async def keep_for_the_next_start(
     store: LastValueStore, leader: Callable[[Term], LeaderSeen], term: ReadTerm, every_seconds: Seconds
 ) -> None:
-    """Publish the leader until cancelled, for the next start of this process: each time the event log or the
-    findings say something new of the fleet. This is for an installation in which no other process reads the
-    leader. Idle devices are left out, because they may be in use at the next start."""
+    """Publish the leader's status until cancelled, each time the counts of events or the findings have
+    changed. The next start of this process reads it; this is for an installation in which no other process
+    does. Idle devices are left out, because they may be in use at the next start."""
     published: tuple[Term, Mapping[str, int], Sequence[FindingDate]] | None = None
     for number in count(1):
         await asyncio.sleep(every_seconds)
@@ -158,7 +159,7 @@ class SlotDivider:
     """Divides the slots of models among gateways, by what they hold and want."""
 
     def __init__(self, slots: Mapping[str, int], store: SlotStore, clock: Clock) -> None:
-        """`slots`: model -> slots of all gateways together."""
+        """`slots` maps a model to the number of slots that all gateways have together."""
         self._slots = slots
         self._store = store
         self._clock = clock
@@ -168,7 +169,7 @@ class SlotDivider:
 
     @property
     def divided(self) -> Mapping[str, Shares] | None:
-        """The newest shares; None without slots to divide."""
+        """The newest shares of each model; None if there are no slots to divide."""
         return self._divided if self._slots else None
 
     async def keep(self, term: ReadTerm, every_seconds: Seconds) -> None:
@@ -196,19 +197,19 @@ class SlotDivider:
 
 @dataclass(eq=False)
 class Pruner:
-    """Removes finished tasks, old events and old audit notes, a little at a time."""
+    """Removes finished tasks, old events and old audit notes in small steps."""
 
     store: TaskStore
     clock: Clock
     retention: Retention
     term: ReadTerm
     heard: Callable[[], Position]
-    """The position in the log of this process's World."""
+    """Returns the position in the event log that this process's World has reached."""
     may_prune: Callable[[], bool]
-    """Returns True if the clock counts for long enough to delete by it."""
+    """Returns True if the clock has been right for long enough to delete by it."""
 
     async def keep(self, every_seconds: Seconds = PRUNE_SECONDS) -> None:
-        """Delete what is too old, until cancelled."""
+        """Delete expired rows at intervals, until cancelled."""
         while True:
             await asyncio.sleep(every_seconds)
             try:
@@ -219,7 +220,7 @@ class Pruner:
                 log.warning("pruning was interrupted; it continues later", fault=str(fault))
 
     async def prune(self) -> None:
-        """Delete all that has expired by now. Raises StaleTerm, StoreUnavailable."""
+        """Delete all rows that have expired by now. Raises StaleTerm and StoreUnavailable."""
         while (term := self.term()) is not None and self.may_prune():
             cutoffs = self.retention.cutoffs(self.clock.now(), self.heard())
             if not await self.store.prune(term, cutoffs):
@@ -234,8 +235,8 @@ async def gateways_have_let_go(store: PresenceStore, clock: Clock, claim: str) -
 
 
 async def models_in_use(store: PresenceStore, clock: Clock) -> ModelsInUse | None:
-    """The models that have a request at any gateway, or had one lately; None while the database does not
-    answer."""
+    """Return the models that have a request at any gateway, and those that had one lately; None while the
+    database does not answer."""
     present = await _present(store, clock)
     if present is None:
         return None
@@ -246,7 +247,7 @@ async def models_in_use(store: PresenceStore, clock: Clock) -> ModelsInUse | Non
 
 
 async def _present(store: PresenceStore, clock: Clock) -> list[Presence] | None:
-    """Return the gateways that have not been silent for too long."""
+    """Return the gateways that were heard within PRESENT_SECONDS; None if the database does not answer."""
     try:
         presences = await store.presences()
     except StoreUnavailable:
@@ -262,9 +263,10 @@ async def watch_model_use(
     policy: Policy,
     hear: Callable[[Sequence[Report]], None],
 ) -> None:
-    """Ask gateways until cancelled which models are in use, while something waits that could have the memory
-    of an idle one. `hear` is called only if that changes whose turn it is. `read`: as `models_in_use`.
-    Gateways have one interval to say that: they do so when they learn that something waits."""
+    """Read until cancelled which models are in use, while something waits for memory that an idle model
+    holds. `read` returns the models in use. `hear` receives them only if they change which model has its
+    turn. The first read comes one interval after the wait began: gateways publish their use only once they
+    learn that something waits."""
     was_contended = False
     while True:
         await asyncio.sleep(USE_SECONDS)
@@ -277,8 +279,9 @@ async def watch_model_use(
 async def watch_left_servers(
     world: World, is_gone: Callable[[str], bool], hear: Callable[[Sequence[Report]], None]
 ) -> None:
-    """Report servers whose process has ended, until cancelled. A server that is no longer in the settings is
-    not asked. `is_gone` says whether this machine knows that the process has ended."""
+    """Report, until cancelled, model servers whose process has ended. These servers are no longer in the
+    settings, so they are not asked themselves. `is_gone` returns True if this machine knows that the process
+    has ended."""
     while True:
         hear([ServerGone(process) for process in sorted(left_processes(world)) if is_gone(process)])
         await asyncio.sleep(SERVER_GONE_SECONDS)

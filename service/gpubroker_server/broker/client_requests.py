@@ -1,5 +1,5 @@
-"""Requests of clients, which the leader carries out. One for the stacks of a run is passed on to its agent
-once, and its answer becomes an object."""
+"""Requests of clients, which the leader carries out. A request for the stacks of a run is passed on to its
+agent once, and the answer becomes a blob."""
 
 import json
 
@@ -14,7 +14,8 @@ from gpubroker_server.ports.store import BlobStore
 
 
 class ClientRequests:
-    """The requests that this leader has asked agents about. The next leader asks them again."""
+    """Carries out requests, and remembers those that were passed on to agents. The next leader passes them
+    on again."""
 
     def __init__(self, world: World, policy: Policy, blobs: BlobStore) -> None:
         self._world = world
@@ -24,7 +25,7 @@ class ClientRequests:
         """The requests that were passed on to an agent."""
 
     def carry_out(self, now: Instant) -> list[Decision]:
-        """Carry out all requests except those that an agent may still answer."""
+        """Return the decisions that carry out all requests, except those that an agent may still answer."""
         given_up = now - STACK_SECONDS
         requests = self._world.requests.values()
         due = [
@@ -40,8 +41,8 @@ class ClientRequests:
         return decisions
 
     async def answered(self, report: Stacked) -> list[Decision]:
-        """The answer is an object that no row names: it is read at once, and swept some time later. Raises
-        StoreUnavailable."""
+        """Store an agent's answer as a blob, and return the decision that names it. No row names the blob:
+        the client reads it at once, and it is swept some time later. Raises StoreUnavailable."""
         if report.request not in self._world.requests:
             return []
         stored = {"stack": report.stack, "message": report.message, "at": report.at}

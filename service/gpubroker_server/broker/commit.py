@@ -1,4 +1,5 @@
-"""Commits decisions, then has their orders sent. Counts what the database refuses again and again."""
+"""Commits decisions, then dispatches their orders. Counts the subjects whose decisions the database refuses
+in cycle after cycle."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -24,16 +25,19 @@ from gpubroker_server.ports.store import (
 log = structlog.get_logger("gpubroker.broker")
 
 TRIES = 20
-"""The leader alone changes states; if the database refuses its decisions so often, its World is wrong."""
+"""The number of refusals in a row after which the World must be wrong. Only the leader changes states, so the
+database has no other reason for so many refusals."""
 
 LATELY_SECONDS = 10.0
+"""The time for which the duration of the last commit is reported."""
 
 COMMITTED = CommitVerdict.COMMITTED
 _REJECTED = frozenset({CommitVerdict.REFUSED, CommitVerdict.UNSTORABLE})
 
 
 class PictureDiverged(Exception):
-    """The World in memory does not match the rows; nothing was written from it."""
+    """The World in memory does not match the rows of the database. None of the refused decisions was
+    written."""
 
     @staticmethod
     def of(subject: str) -> "PictureDiverged":
@@ -57,23 +61,24 @@ class Committer:
     hear: Callable[[Sequence[Report]], None]
     """Receives reports about starts that could not be sent."""
     committed: Callable[[Sequence[Decision]], None]
-    """Receives what was committed, also when the rest of it was not."""
+    """Receives the committed decisions, also if others of the same commit were refused."""
 
     def __post_init__(self) -> None:
         self._undispatched: list[Decision] = []
         """The decisions that are committed, but whose orders were not sent yet."""
         self._began_at: float | None = None
-        """The time when the commit that is under way began."""
+        """The time when the present commit began; None between commits."""
         self._last = (-inf, 0.0)
-        """The time when the last commit ended, and how long it took."""
+        """The time when the last commit ended, and the seconds that it took."""
         self._refused: set[str] = set()
-        """The subjects that the database refused in this cycle, and did not accept in it either."""
+        """The subjects of which the database accepted no decision in this cycle and refused at least one."""
         self._refusals: Mapping[str, int] = {}
-        """Subject -> cycles in a row in which it was refused."""
+        """The number of cycles in a row in which each subject was refused."""
 
     async def carry_out(self, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
-        """Commit, then dispatch what was committed. By then the World shows it, through the store's listener.
-        Raises StaleTerm, and StoreUnavailable."""
+        """Commit decisions, then dispatch the orders of those that were committed. When orders are
+        dispatched, the World already shows the committed decisions, because the store's listener has applied
+        them. Raises StaleTerm and StoreUnavailable."""
         if not decisions:
             return ()
         self.check_leader_term()
@@ -92,15 +97,15 @@ class Committer:
         return verdicts
 
     async def dispatch(self) -> None:
-        """Send the orders of what was committed. Raises LeaderTermOver, and StoreUnavailable: then they are
-        sent in the next cycle. The executor checks the term again before an order leaves."""
+        """Send the orders of committed decisions. Raises LeaderTermOver, and StoreUnavailable if the orders
+        must wait for the next cycle. The executor checks the term again before it sends an order."""
         if self._undispatched:
             self.check_leader_term()
             self.hear(await self.dispatcher.send(self._undispatched))
             self._undispatched = []
 
     def seconds(self) -> float:
-        """The seconds that commits take now; 0 if there was none lately."""
+        """Return the seconds that commits take now; 0 if no commit ended within the last LATELY_SECONDS."""
         now = self.ticks()
         if self._began_at is not None:
             return now - self._began_at
@@ -116,8 +121,8 @@ class Committer:
         self._refused.clear()
 
     def end_cycle(self) -> None:
-        """Count the refusals of this cycle; reports are counted apart. Raises PictureDiverged after too many
-        of one subject."""
+        """Count the refusals of this cycle, except those of decisions about reports, which the leader counts.
+        Raises PictureDiverged once a subject was refused in TRIES cycles in a row."""
         self._refusals = {subject: self._refusals.get(subject, 0) + 1 for subject in self._refused}
         for subject, cycles in self._refusals.items():
             if cycles == TRIES:

@@ -1,4 +1,5 @@
-"""Passes of the disk guard: a node says what may go, the audit log takes note, then the node deletes it."""
+"""Passes of the disk guard: a node lists files that may be deleted, the audit log notes them, then the node
+deletes them."""
 
 import json
 import re
@@ -19,7 +20,7 @@ from gpubroker_server.ports.store import BlobStore
 
 DISK_REQUESTS: Final = frozenset({"disk", "clean"})
 GIVEN_UP_SECONDS = Seconds(3600.0)
-"""A request that no agent has answered for so long is settled without an answer."""
+"""The time after which a request that no agent has answered is settled without an answer."""
 INHERITED = "asked before this leader led: what an earlier one has ordered to delete is in the audit log"
 SETTINGS_TENANT = "default"
 """The tenant of passes that the operator's configuration asks for."""
@@ -29,12 +30,12 @@ _FILE_URI = re.compile("file:(?://[^/]*)?(/.*)", re.DOTALL | re.IGNORECASE)
 
 
 def local_paths(uri: str) -> set[str]:
-    """Return the paths that a checkpoint's address may name on its node. A path stands for itself, whatever
-    characters it has; the path in a `file:` URI may be quoted or not."""
-    if (found := _FILE_URI.fullmatch(uri)) is None:
+    """Return the paths that the URI of a checkpoint may name on its node. A plain path is taken as it is;
+    the path in a `file:` URI may be percent-encoded or not."""
+    if (match := _FILE_URI.fullmatch(uri)) is None:
         paths = {uri} if uri.startswith("/") else set()
     else:
-        paths = {found[1], unquote(found[1]), unquote(re.split("[?#]", found[1])[0])}
+        paths = {match[1], unquote(match[1]), unquote(re.split("[?#]", match[1])[0])}
     return {path.rstrip("/") for path in paths if path.strip("/")}
 
 
@@ -46,9 +47,9 @@ class _Pass:
     actor: str
     deletes: bool
     caveat: str = ""
-    """A caveat that the answer adds."""
+    """A caveat that is added to the answer."""
     found: DiskReport | None = None
-    """The files that may go; their deletion is ordered."""
+    """The report that lists the files whose deletion is ordered; None before that."""
 
 
 class DiskPasses:
@@ -61,12 +62,14 @@ class DiskPasses:
         self._blobs = blobs
         self._pace = Interval(policy.sample_period_seconds)
         self._passes: dict[str, _Pass] = {}
-        """Request -> pass. The leader's own passes are named `auto/` and the node."""
+        """The pass of each request. The key of a pass that the leader began itself is `auto/` and the
+        node."""
         self._since = Instant(0.0)
         """The time when this leader first looked at requests."""
 
     def carry_out(self, now: Instant) -> list[Decision]:
-        """The requests of clients."""
+        """Return the decisions that begin the passes that clients request, or settle requests without an
+        answer."""
         self._since = self._since or now
         requests = self._world.requests
         known = self._passes.items()
@@ -82,7 +85,7 @@ class DiskPasses:
         return decisions
 
     def due(self, now: Instant) -> list[Decision]:
-        """Return the decisions to clean the nodes that have a disk that is too full."""
+        """Return the decisions to clean the nodes with a disk that is too full."""
         if not self._pace.is_due(now):
             return []
         self._pace.done(now)
@@ -98,8 +101,8 @@ class DiskPasses:
         return decisions
 
     async def answered(self, report: DiskReport, now: Instant) -> list[Decision]:
-        """Return the decisions that answer this report. They are the same if the report comes again. Raises
-        StoreUnavailable."""
+        """Return the decisions that a node's report leads to. A repeated report leads to the same decisions.
+        Raises StoreUnavailable."""
         asked = self._passes.get(report.request)
         if asked is None or asked.node != report.node:
             return []
@@ -125,7 +128,7 @@ class DiskPasses:
         return Decision(node, request.what, orders=(self._order(request.id, node, runs_sync=cleans),))
 
     def _delete(self, asked: _Pass, report: DiskReport, now: Instant) -> Decision:
-        """Return the decision that deletes the files. Each file is in the audit log before it goes."""
+        """Return the decision that deletes the files. Each file is in the audit log before it is deleted."""
         audit = tuple(
             AuditNote(now, asked.tenant, asked.actor, "disk.delete", f"{report.node}:{file.whole_path}",
                       f"{file.file_class.value}, {file.size_bytes} bytes")
@@ -150,7 +153,8 @@ class DiskPasses:
         return DiskOrder(request, *about, deletes, runs_sync, above=above, node=node)
 
     def _told(self, report: DiskReport, found: DiskReport | None, caveat: str) -> Mapping[str, Any]:
-        """`found`: for the report of a deletion, the report of the look before it."""
+        """Return the answer to the client. If `report` is that of a deletion, `found` is the report that
+        listed the files before it."""
         looked = (report,) if found is None else (found, report)
         kept: Counter[str] = Counter()
         for answer in looked:

@@ -1,4 +1,5 @@
-"""Sends the orders of committed decisions; a start carries what the run needs."""
+"""Sends the orders of committed decisions. The order of a start carries the arguments and the checkpoint of
+its run."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,7 +45,7 @@ from gpubroker_server.ports.store import (
 log = structlog.get_logger("gpubroker.dispatch")
 
 Start = StartOrder | InferOrder
-"""The orders that need what the task was submitted with."""
+"""The orders that need the specification with which the task was submitted."""
 
 Rows = Mapping[tuple[TaskId, Fence], Task]
 """The task of each claim, as the decision wrote it."""
@@ -64,7 +65,8 @@ class SecretMissing(Exception):
 
 @dataclass(eq=False)
 class Dispatcher:
-    """A start that cannot be sent comes back as a report of its end."""
+    """Sends the orders of committed decisions. A start that cannot be made leads to a report that its run has
+    ended."""
 
     store: TaskStore
     blobs: BlobStore
@@ -78,7 +80,7 @@ class Dispatcher:
     inferences: InferenceDispatcher | None = None
     """Dispatches queued inferences."""
     env_of: Callable[[Task], Mapping[str, str]] = lambda _: {}
-    """Variables that a run gets besides those of its task."""
+    """Returns the environment variables that a run gets besides those of its task."""
     secrets: SecretStore | None = None
 
     def __post_init__(self) -> None:
@@ -87,7 +89,8 @@ class Dispatcher:
         self._looks: set[asyncio.Task[None]] = set()
 
     async def look_up(self, decisions: Sequence[Decision]) -> None:
-        """Read what their starts need, while they are committed. `send` reads what is missing."""
+        """Read the specifications that the starts of these decisions need, while the decisions are committed.
+        `send` reads those that are missing."""
         starts = [order.task for d in decisions for order in d.orders if isinstance(order, Start)]
         if starts:
             with suppress(StoreUnavailable):
@@ -95,7 +98,7 @@ class Dispatcher:
 
     async def send(self, committed: Sequence[Decision]) -> Sequence[Report]:
         """Send all orders in decision order. Returns reports about starts that could not be made. Raises
-        StoreUnavailable: then nothing was sent."""
+        StoreUnavailable if nothing could be sent."""
         orders = [order for decision in committed for order in decision.orders]
         starts = [order for order in orders if isinstance(order, Start) and not self._is_over(order)]
         rows = {(w.task.id, w.task.fence): w.task for decision in committed for w in decision.tasks}
@@ -166,8 +169,8 @@ class Dispatcher:
         return payloads, impossible
 
     async def _look_at_disks(self, order: DiskOrder) -> None:
-        """Send the order with the paths of checkpoints from which tasks would go on. It runs beside the
-        cycles, because it reads each task's checkpoints."""
+        """Send the order with the paths of the checkpoints from which tasks would resume. This runs beside
+        the cycles, because it reads the checkpoints of every task from the database."""
         saved = [task.id for task in self.world.tasks.values() if task.checkpoint_at and not task.is_terminal]
         live: set[str] = set()
         try:
@@ -180,7 +183,7 @@ class Dispatcher:
         self.executor.look_at_disks(replace(order, live=tuple(sorted(live))))
 
     def _withdrawn(self, spec: RunSpec) -> Failure | None:
-        """The failure of a task whose entrypoint was allowed when it was submitted and is not any more."""
+        """Return the failure of a task whose entrypoint is no longer allowed, or None if it is allowed."""
         if (
             spec.kind != "entrypoint"
             or spec.upload
@@ -196,7 +199,7 @@ class Dispatcher:
         )
 
     async def _with_secrets(self, tenant: str, spec: RunSpec) -> RunSpec:
-        """Return the run with the texts of the secrets that its env names. Raises StoreUnavailable,
+        """Return the specification with the secrets that its env names filled in. Raises StoreUnavailable and
         SecretMissing."""
         named = secrets_named(spec.env)
         if not named:
@@ -227,7 +230,8 @@ class Dispatcher:
     async def _newest_valid(
         self, task: Task, saved: Iterable[StoredCheckpoint]
     ) -> tuple[bytes | None, str | None]:
-        """A checkpoint with wrong bytes is skipped for the one before it."""
+        """Return the bytes or the URI of the newest usable checkpoint. A checkpoint whose bytes are missing
+        or damaged is skipped."""
         for checkpoint in saved:
             if checkpoint.uri is not None:
                 return None, checkpoint.uri
@@ -244,7 +248,8 @@ class Dispatcher:
         return None, None
 
     def _put_back(self, order: Start, fault: StoreUnavailable) -> Report:
-        """The task is planned again later; other starts do not wait for its bytes."""
+        """Return a report that the run never started, so that the task is planned again later. Other starts
+        do not wait for its bytes."""
         log.error("run not started: what it needs cannot be read now", task=order.task, fault=str(fault))
         return Gone(order.task, order.fence, self.clock.now(), Proof.NEVER_STARTED, rank=order.rank)
 

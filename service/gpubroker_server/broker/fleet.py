@@ -1,5 +1,5 @@
-"""Fleet control of one term: looks at the fleet every few seconds, beside the cycles. A cycle takes over what
-it found, so that nothing changes in the middle of a plan."""
+"""Fleet control of one term. It examines the fleet every few seconds, beside the cycles. A cycle takes over
+the results, so that nothing changes in the middle of a plan."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,25 +48,25 @@ COUNTED = (
 """Kinds of events about the health of the fleet, in the order of their names."""
 
 MOST_NEWS = 200
-"""A cycle tells: it plans after that, and a whole fleet may become idle at once."""
-
+"""The most notices that one cycle commits. They delay the plan of the cycle, and a whole fleet may become
+idle at once."""
 
 DIAGNOSIS_SECONDS = Seconds(10.0)
-"""Time between two looks for what is wrong, so that the next leader and every gateway knows since when."""
+"""The time between two diagnoses. They note since when each finding holds, for the next leader and every
+gateway."""
 
 ANSWER_SECONDS = 2.0
-"""A look waits no longer for the disks of this machine, and goes without them."""
-
+"""The longest wait for the use of this host's disks. After it the fleet is examined without that value."""
 
 _MOVES: Mapping[str, Move] = {f"task.{move}": move for move in Move}
-"""Kind of event -> what became of a task."""
+"""The move of a task that each kind of event announces."""
 
 
 class HostUse(NamedTuple):
-    """The use of the machine of this process, in percent; None if it is not known."""
+    """The use of the machine of this process, in percent. A value is None if it is not known."""
 
     disk_percent: float | None
-    """The use of the fullest disk that the service writes to."""
+    """The used share of the fullest disk that the service writes to."""
     memory_percent: float | None
 
 
@@ -78,25 +78,25 @@ class FleetKeeper:
     clock: Clock
     host_use: Callable[[], HostUse]
     commit_seconds: Callable[[], float]
-    """Returns how long commits take now."""
+    """Returns the seconds that commits take now."""
     templates: IdleTemplates
     before: InitVar[FleetSeen | None] = None
-    """The fleet that the last leader published."""
+    """The state of the fleet that the last leader published."""
     diagnose: Callable[[FleetSeen], Iterable[Finding]] = lambda _fleet: ()
-    """Says what is wrong with the fleet."""
+    """Returns the findings about the fleet."""
 
     def __post_init__(self, rules: FleetRules, before: FleetSeen | None) -> None:
         self._control = FleetControl(rules, self.policy, before)
         self._asked: asyncio.Future[HostUse] | None = None
-        """The question about the use of this host, until it is answered."""
+        """The call of `host_use` that has not returned yet."""
         self._closes_failing_gpus = rules.failing_gpus.close
         self._watches_admission = "admission_seconds" in rules.thresholds
         self._news: list[Notice] = []
         self._room: BackgroundRoom | None = None
-        """The room found by the last look, until a cycle takes it over."""
+        """The room for background work that was computed last, until a cycle takes it over."""
         self._diagnosis_pace = Interval(DIAGNOSIS_SECONDS)
         self._dates = known_dates(() if before is None else before.dates)
-        """When each present finding was first seen."""
+        """The time when each present finding was first seen."""
         self._told_dates = dates_of(self._dates)
         """The same times in the form in which the leader publishes them."""
         self._began_at = self.clock.now()
@@ -112,8 +112,9 @@ class FleetKeeper:
         return replace(self._control.seen, dates=self._told_dates, **counts)
 
     async def keep(self, between_cycles: asyncio.Event) -> None:
-        """Look at the fleet again and again, until cancelled. A look takes milliseconds, so a short cycle
-        that is under way ends first; a long one does not, for slow commits have to be seen."""
+        """Examine the fleet at intervals, until cancelled. An examination takes milliseconds, so it waits
+        until a cycle that is under way has ended, but at most one sample period: slow commits must be
+        noticed."""
         period_seconds = self.policy.sample_period_seconds
         while True:
             host = await self._ask()
@@ -135,9 +136,9 @@ class FleetKeeper:
             host, self._asked = self._asked.result(), None
         now = self.clock.now()
         if self._control.is_idle_check_due(now):
-            with suppress(StoreUnavailable):  # the last ones go on to hold
-                found = await self.templates.idle_templates(now)
-                self._control.fill.templates = [template_found.template for template_found in found]
+            with suppress(StoreUnavailable):  # the last templates stay in use
+                idle_templates = await self.templates.idle_templates(now)
+                self._control.fill.templates = [idle.template for idle in idle_templates]
         return host
 
     def _step(self, host: HostUse) -> None:
@@ -151,30 +152,31 @@ class FleetKeeper:
             self._told_dates = dates_of(self._dates)
 
     def take(self) -> Sequence[Decision]:
-        """Let the World know what was found since the last cycle; returns what the log is to say of it, until
-        `told` is called."""
+        """Apply the results since the last cycle to the World. Returns the decisions that announce them; a
+        notice is returned again by the next call unless `told` is called."""
         if self._room is not None:
             self.world.control(self._room, self.seen.full_disks, self.seen.stream_weights)
             self._room = None
-        found = [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news[:MOST_NEWS]]
+        decisions = [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news[:MOST_NEWS]]
         if self._closes_failing_gpus and (failing := self._control.seen.failing):
-            found += by_failures(self.world, failing, self.clock.now())
-        return found
+            decisions += by_failures(self.world, failing, self.clock.now())
+        return decisions
 
     def told(self, decisions: Sequence[Decision]) -> None:
-        """Forget the notices of these decisions, which are committed or refused for good."""
+        """Forget the notices of these decisions, because they are committed or the database will never
+        accept them."""
         published = {id(notice) for decision in decisions for notice in decision.notices}
         self._news = [notice for notice in self._news if id(notice) not in published]
 
     def on_committed(self, decisions: Sequence[Decision]) -> None:
-        """Note the fleet's own news, and what became of reports."""
+        """Forget committed notices, and count memory failures and results of items."""
         self.told(decisions)
         self._control.memory_failures.note(decisions)
         self._throughput.done[ITEMS] += sum(page.count for decision in decisions for page in decision.items)
 
     def hear(self, reports: Sequence[Report]) -> None:
-        """Count what runs have answered, and how they ended. What a run answered before this leader began is
-        not counted."""
+        """Count the calls that workers have answered, and failures of GPUs. Calls that a worker answered
+        before this leader began are not counted."""
         self._control.failing_gpus.note(self.world, reports)
         for report in reports:
             row = self.world.tasks.get(report.task) if isinstance(report, Loaded) else None
@@ -199,7 +201,7 @@ class FleetKeeper:
             task = event.task or self.world.tasks.get(TaskId(event.key))
             match task:
                 case Task(holder=Model()):
-                    pass  # it is no task, though its row moves like one
+                    pass  # a model is no task, though its row moves like one
                 case Task(holder=Inference()):
                     self._throughput.moved(transition, is_inference=True)
                 case _:

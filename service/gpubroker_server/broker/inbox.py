@@ -9,14 +9,14 @@ from gpubroker_server.core.domain.orders import Checkpointed, Ended, ItemsReport
 
 MOST_REPORTS = 10_000
 MOST_REPORT_BYTES = 64 * 2**20
-"""No reports are fetched while the inbox has more than this, which happens only while nothing can be
-committed."""
+"""No reports are fetched while the inbox has more than MOST_REPORTS or MOST_REPORT_BYTES. That happens only
+while nothing can be committed."""
 
 
 def next_batch(heard: Iterable[Report]) -> list[Report]:
-    """The reports up to the next NodeReport, ServerIndex, ServerGone or ModelsInUse, or that one alone. These
-    list all runs of an agent, all models of a server or all in use at one moment: earlier reports must be
-    committed when the list is read, and later ones must not."""
+    """Return the reports before the first NodeReport, ServerIndex, ServerGone or ModelsInUse; if that report
+    is the first one, return it alone. Each of these describes everything on a node or a server at one
+    moment: earlier reports must be committed before it is applied, and later ones after it."""
     batch: list[Report] = []
     for report in heard:
         if isinstance(report, NodeReport | ServerIndex | ServerGone | ModelsInUse):
@@ -54,7 +54,7 @@ class Inbox:
         self._reports.extendleft(reversed(reports))
 
     def weigh(self) -> None:
-        """Measure the reports again after `replace`."""
+        """Compute the size of the reports again. Call this after `replace`."""
         self._size_bytes = sum(map(_size_bytes, self._reports))
         self._set_room()
 
@@ -66,7 +66,7 @@ class Inbox:
 
 
 def _size_bytes(report: Report) -> int:
-    """The bytes of results, of a checkpoint or of a log."""
+    """Return the bytes of the results, the checkpoint or the log in a report."""
     match report:
         case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)) | Logged(data=bytes(data)):
             return len(data)

@@ -1,7 +1,7 @@
-"""Sends queued inferences to model servers: several of one model in one request; its response is split
-again.
+"""Sends queued inferences to model servers. Several inferences of one model travel in one request, and its
+response is split among them.
 
-A later leader may send them again: a response counts only under the fence of its claim.
+A later leader may send the inferences again, so a response counts only under the fence of its claim.
 """
 
 import asyncio
@@ -37,14 +37,15 @@ Hear = Callable[[Sequence[Report]], None]
 Claim = tuple[TaskId, Fence]
 
 BATCHING_SECONDS = 60.0
-"""The time for which the batch size of a model is cached: it may be loaded again with another
+"""The time for which the batch size of a model is cached. A model may be loaded again with another
 configuration."""
 
 MOST_QUEUES = 1024
-"""Idle queues beyond this number are removed: the names of models come from clients."""
+"""Idle queues are removed once there are this many queues. The names of models come from clients, so their
+number is not bounded otherwise."""
 
 _PART_BYTES = 2 * 2**20
-"""The part of an object that is in memory at once."""
+"""The most bytes of an object that are in memory at once."""
 
 _OF_ONE = frozenset(
     {InferenceFault.REFUSED, InferenceFault.FAILED, InferenceFault.BROKEN, InferenceFault.DEAD}
@@ -74,8 +75,8 @@ class InferenceDispatcher:
         rules: Mapping[str, BatchRules] | None = None,
         blobs: BlobStore | None = None,
     ) -> None:
-        """`rules`: the rules of single models, which replace `usual`. `blobs`: the store of the objects that
-        requests name."""
+        """`rules` maps a model to its own rules; other models have those of `usual`. `blobs` holds the
+        objects that requests name."""
         self._clients = {client.name: client for client in clients}
         self._clock = clock
         self._usual = usual or BatchRules()
@@ -83,7 +84,7 @@ class InferenceDispatcher:
         self._read: ReadObject | None = None if blobs is None else partial(object_parts, blobs)
         self._unheard: list[Report] = []
         self._hear: Hear = self._unheard.extend
-        """Keeps reports until `run`."""
+        """Receives the reports. Until `run` is called, they are collected in a list."""
         self._queues: dict[tuple[str, str], _ModelQueue] = {}
         self._fresh: list[_ModelQueue] = []
         self._woken = asyncio.Event()
@@ -131,7 +132,7 @@ class InferenceDispatcher:
         return queue
 
     def drop(self, order: DropOrder) -> None:
-        """Ignore its response, if one comes."""
+        """Drop a queued inference, and ignore its response if one comes."""
         asked = self._known.pop((order.task, order.fence), None)
         if asked is not None:
             asked.is_dropped = True
@@ -174,7 +175,7 @@ class _ModelQueue:
         self._is_full = asyncio.Event()
         self._most_rows = 1
         self._asked_at: float | None = None
-        """The time when `_most_rows` was read."""
+        """The time when `_most_rows` was last read from the server; None before that."""
         self._answers_by_rows = True
         self._under_way = 0
         self._is_over = False
@@ -184,7 +185,7 @@ class _ModelQueue:
         return not self._waiting and not self._under_way
 
     def end(self) -> None:
-        """Call it while idle."""
+        """End `keep`. Call this only while the queue is idle."""
         self._is_over = True
         self._woken.set()
 
@@ -217,7 +218,8 @@ class _ModelQueue:
         return sum(max(1, waiter.request.rows) for waiter in self._waiting)
 
     async def _batch_size(self) -> int:
-        """The batch size. If the model does not answer, the next batch asks again."""
+        """Return the most rows of a batch. If the server does not answer, it is 1, and the next batch asks
+        again."""
         now = asyncio.get_running_loop().time()
         if self.rules.most_rows < 2 or not self._answers_by_rows:
             return 1
@@ -236,7 +238,8 @@ class _ModelQueue:
             self._under_way -= 1
 
     async def _ask(self, batch: Sequence[_QueuedInference]) -> None:
-        """Ask in one request; then one by one if one of them may have failed the others."""
+        """Send the batch in one request. If that fails with a fault that a single inference may have caused,
+        send the inferences one by one."""
         try:
             self.report(batch, await self._answers([waiter.request for waiter in batch]))
         except InferenceFailed as refused:
@@ -253,7 +256,7 @@ class _ModelQueue:
             answer = await self.client.infer(self.model, joined(requests), self.read)
         except InferenceFailed:
             raise
-        except Exception as mistake:  # it would end each leader that sends it
+        except Exception as mistake:  # otherwise it would end every leader that sends this inference
             log.error("an inference failed", model=self.model, exc_info=mistake)
             raise InferenceFailed(InferenceFault.FAILED, f"the service failed: {mistake!r}") from mistake
         if len(requests) == 1:
@@ -268,8 +271,8 @@ class _ModelQueue:
 
 
 async def object_parts(blobs: BlobStore, digest: str, size_bytes: int) -> AsyncIterator[bytes]:
-    """Yield the bytes of an object, in parts; the last one only if all of them have that digest. Raises
-    InferenceFailed if they are gone or damaged."""
+    """Yield the bytes of an object in parts. The last part is yielded only if the digest of all bytes is
+    right. Raises InferenceFailed if the bytes are missing or damaged."""
     seen, at = hashlib.sha256(), 0
     while at < size_bytes:
         try:

@@ -1,7 +1,7 @@
-"""Leader election: a candidate waits for the term, leads while its lease is valid, stands back, and waits
+"""Leader election: a candidate waits for a term, leads while its lease is valid, stands back, and waits
 again.
 
-The leader's row says which process leads until when, by the database's clock (`core.domain.leader_term`).
+The leader's row says which process leads and until when, by the database's clock (`core.domain.leader_term`).
 Even with wrong clocks two leaders cannot both act: every commit locks that row and checks the term, and node
 agents refuse orders of every term but the newest they know.
 """
@@ -34,14 +34,15 @@ from gpubroker_server.ports.store import (
 log = structlog.get_logger("gpubroker.leadership")
 
 POLL_SECONDS = (0.05, 0.2)
-"""A candidate reads the row after a random time between these, and when a leader resigns."""
+"""The shortest and the longest pause of a candidate between two reads of the leader's row. A pause is
+random, and ends early when a leader resigns."""
 
 RETRY_SECONDS = 0.1
-"""The time from the beginning of a failed renewal to the next try; there are one or two seconds to
-succeed."""
+"""The time from the beginning of a failed renewal to the next try. A renewal has one or two seconds to
+succeed before the lease ends."""
 
 RESIGN_SECONDS = 1.0
-"""Limit for resigning, which is a courtesy: the lease ends by itself."""
+"""The time limit for resigning. Without it the lease ends by itself, only later."""
 
 FLUSH_SECONDS = 0.25
 """The time that agents get for the last orders of a leader that stops. The next leader sends the rest
@@ -64,36 +65,37 @@ class LeaderCandidate:
     catch_up: Callable[[], Awaitable[None]]
     """Returns when the World shows all that was committed when it was called."""
     resigned: asyncio.Event
-    """Set when a leader resigns, if it still can; cleared here."""
+    """Set when a leader has resigned. The candidate clears it."""
 
     def __post_init__(self) -> None:
         self.leader: Leader | None = None
         """The leader, while this process leads."""
         self.row: LeaderRow | None = None
-        """The leader's row, as last read; not read while this process leads."""
+        """The leader's row, as last read. It is not read while this process leads."""
         self._has_lost_commits = False
-        """The next term begins a new lineage."""
+        """True if the database has lost commits, so that the next term must begin a new lineage."""
         self._end_early: Callable[[str], None] | None = None
         """Ends the present term, for the given reason."""
 
     @property
     def term(self) -> Term | None:
-        """Return the term that this process leads; None while it does not lead."""
+        """The term that this process leads; None while it does not lead."""
         return None if self.leader is None else self.leader.leader_term.term
 
     def seconds_left(self) -> Seconds:
-        """Return how long this process may lead without another renewal; 0 while it does not lead."""
+        """Return the seconds that this process may lead without another renewal; 0 while it does not lead."""
         return Seconds(0.0) if self.leader is None else self.leader.leader_term.seconds_left(self.ticks())
 
     def end_term(self, why: str, *, has_lost_commits: bool) -> None:
-        """The World was read again: a leader that decided by what was there before decides nothing more.
-        `has_lost_commits`: the database is known to have gone back."""
+        """End the present term early, because the World was read again and the leader decided by the earlier
+        one. `has_lost_commits` is True if the database is known to have lost commits."""
         self._has_lost_commits = has_lost_commits
         if self._end_early is not None and (self.leader is not None or has_lost_commits):
             self._end_early(why)
 
     async def run(self) -> None:
-        """Lead whenever this process wins. Raises PictureDiverged, and what a listener raised."""
+        """Lead whenever this process wins a term, until cancelled. Raises PictureDiverged, and any exception
+        that a listener raised."""
         await self.executor.connect()
         while True:
             leader_term = await self._win()
@@ -108,12 +110,13 @@ class LeaderCandidate:
                 await over(leader_term)
 
     async def wind_up(self) -> None:
-        """Prepare for the end, before `run` is cancelled, which lets the term go: see `Leader.wind_up`."""
+        """Stop planning and settle what is under way, as `Leader.wind_up` describes. Call this before `run`
+        is cancelled; the cancellation then gives up the term."""
         if self.leader is not None:
             await self.leader.wind_up()
 
     async def _win(self) -> LeaderTerm:
-        """Wait until no other process has a term, and return a new one."""
+        """Wait until no other process has a valid term, and return a new term of this process."""
         watched: ObservedLeader | None = None
         while True:
             self.resigned.clear()
@@ -123,7 +126,7 @@ class LeaderCandidate:
                 watched = ObservedLeader(self.row, now) if watched is None else watched.next(self.row, now)
                 if watched.may_take(now, self.rules) and (leader_term := await self._take(self.row)):
                     return leader_term
-            except StoreUnavailable as fault:  # which the follower of this process reports
+            except StoreUnavailable as fault:  # the follower of this process reports it to the operator
                 log.debug("the leader's row cannot be reached; trying again", fault=str(fault))
             soonest, latest = POLL_SECONDS
             with suppress(TimeoutError):
@@ -142,8 +145,8 @@ class LeaderCandidate:
         return LeaderTerm(term, self.rules.trusted_until(asked_at))
 
     async def _lead(self, leader_term: LeaderTerm) -> None:
-        """Lead until the term is over. A TaskGroup would not do: while it ends because of one of its tasks,
-        it ignores that it is cancelled, and the process would not stop."""
+        """Lead until the term is over. This uses no TaskGroup: while a group ends because one of its tasks
+        has failed, it ignores its own cancellation, and the process would not stop."""
         early: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def end_early(cause: str) -> None:
@@ -174,7 +177,7 @@ class LeaderCandidate:
         await self.leader.run()
 
     async def _catch_up_fully(self) -> None:
-        """The World must show what the last leader committed before the term was taken."""
+        """Wait until the World shows everything that the last leader committed before this term was taken."""
         while True:
             try:
                 return await self.catch_up()
@@ -183,7 +186,8 @@ class LeaderCandidate:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _keep(self, leader_term: LeaderTerm) -> None:
-        """Renew the term. Raises StaleTerm, and LeaderTermOver if that did not succeed in time."""
+        """Renew the term again and again. Raises StaleTerm, and LeaderTermOver if no renewal succeeded in
+        time."""
         next_at = self.rules.renew_at(leader_term.until)
         while True:
             await asyncio.sleep(max(0.0, min(next_at, leader_term.until) - self.ticks()))
@@ -203,8 +207,9 @@ class LeaderCandidate:
                 next_at = self.rules.renew_at(leader_term.until)
 
     async def _hand_over(self, leader_term: LeaderTerm) -> None:
-        """Resign first, since another candidate may wait. Nothing is committed from here on; agents refuse
-        orders of this term once they know the next."""
+        """Resign, then send the last orders. Resigning comes first, because another candidate may wait.
+        Nothing is committed from here on, and agents refuse orders of this term once they know the next
+        one."""
         await self._resign(leader_term)
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_SECONDS):
@@ -212,19 +217,19 @@ class LeaderCandidate:
         await self.executor.stand_back()
 
     async def _stand_back(self, leader_term: LeaderTerm) -> None:
-        """Send nothing more: another process may have the next term."""
+        """Stop sending, because another process may already have the next term, and resign."""
         await self.executor.stand_back()
         await self._resign(leader_term)
 
     async def _resign(self, leader_term: LeaderTerm) -> None:
-        """Give up the term, so that others need not wait for the lease to end."""
+        """Give up the term, so that other candidates need not wait until the lease ends."""
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(RESIGN_SECONDS):
                 await self.store.resign(leader_term.term)
 
 
 def _fault(part: asyncio.Future[None], *, asked_to_end: bool) -> BaseException | None:
-    """Return why the part ended; None if it was asked to."""
+    """Return the exception with which the part of the leader ended; None if it ended as asked."""
     fault = None if part.cancelled() else part.exception()
     if fault is None and not asked_to_end:
         return RuntimeError("a part of the leader ended although it was not asked to")

@@ -1,5 +1,5 @@
-"""The leader's loop. Each step of a cycle reads the World and decides; decisions are committed, then acted
-upon."""
+"""The leader's loop. Each step of a cycle reads the World and makes decisions, commits them, and then sends
+their orders."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -44,23 +44,23 @@ from gpubroker_server.ports.task_objects import ObjectQuestion
 log = structlog.get_logger("gpubroker.broker")
 
 TICK_SECONDS = 0.25
-"""Cycles begin at least so often, for deadlines and due retries."""
+"""The longest time between two cycles. Deadlines and due retries need a cycle even if nothing happens."""
 
 PACE_SECONDS = 0.005
-"""Cycles begin at least so far apart, so that what arrives together shares one plan and two commits. After a
-quiet moment the first one begins at once."""
+"""The shortest time between the beginnings of two cycles, so that tasks and reports that arrive together
+share one plan and two commits. After a quiet time, a cycle begins at once."""
 
 STORE_RETRY_SECONDS = 1.0
-"""Pause after the database could not be reached."""
+"""The pause after the database could not be reached."""
 
 MOST_ENDS_ASKED = 1000
-"""Ends of other tasks that one cycle reads from the database."""
+"""The most tasks whose ends one cycle reads from the database."""
 
 NewFleet = Callable[[Callable[[], float]], FleetKeeper]
-"""Makes a FleetKeeper of a function that tells how long commits take now."""
+"""Makes a FleetKeeper. The argument is a function that returns how many seconds commits take now."""
 
 _NO_MOVES = frozenset({Move.SUBMITTED, Move.CHANGED})
-"""The gateway that accepted a task says so."""
+"""The moves of a task that the gateway logs when it accepts the task or its change."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -102,8 +102,8 @@ class Leader:
         self._wound_up = asyncio.Event()
 
     async def cycle(self) -> None:
-        """Observe, plan, commit, act. Raises StaleTerm, PictureDiverged, and StoreUnavailable: then the next
-        cycle continues with what is left."""
+        """Run one cycle: observe, plan, commit, act. Raises StaleTerm and PictureDiverged, and
+        StoreUnavailable if the next cycle has to continue with the rest."""
         is_last = self._is_winding_up
         self._commits.check_leader_term()
         await self._commits.dispatch()  # orders that the last cycle could not send
@@ -118,14 +118,15 @@ class Leader:
         if self._is_winding_up:
             return
         if self.fleet is not None:
-            found = self.fleet.take()
-            await self._commits.carry_out(found)
-            self.fleet.told(found)
+            decisions = self.fleet.take()
+            await self._commits.carry_out(decisions)
+            self.fleet.told(decisions)
         await self.planner.plan(lambda: self._is_winding_up)
         self._commits.end_cycle()
 
     async def run(self) -> None:
-        """Run the loops of the leader. Raises StaleTerm in a group, and PictureDiverged."""
+        """Run the loops of the leader until cancelled. Raises an exception group that contains StaleTerm or
+        PictureDiverged."""
         while True:
             try:
                 await self.take_over()
@@ -145,20 +146,21 @@ class Leader:
                 group.create_task(self.objects.keep())
 
     async def take_over(self) -> None:
-        """Begin the term: no node is used before its agent has answered it."""
+        """Begin the term. No node is used before its agent has answered this leader."""
         decision = take_over(self.world)
         await self._commits.carry_out([decision] if decision else [])
         log.info("leading", term=self.leader_term.term)
 
     async def wind_up(self) -> None:
-        """Plan nothing from now on, and return once all reports so far are committed and all committed orders
-        are sent. The next leader gets later reports again."""
+        """Stop planning, and return once all reports so far are committed and all committed orders are sent.
+        Agents send later reports again to the next leader."""
         self._is_winding_up = True
         self._timer.wake(urgent=True)
         await self._wound_up.wait()
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """Wake up for what gateways inserted; the leader's own commits need no new cycle."""
+        """Note the events, and begin a cycle soon if a gateway inserted a task or a request. The leader's own
+        commits need no new cycle."""
         self.observer.on_events(events)
         if self.fleet is not None:
             self.fleet.on_events(events)
@@ -176,11 +178,11 @@ class Leader:
 
     @property
     def paused(self) -> PausedDetection | None:
-        """The silent nodes that are not given up, and why; None if there are none."""
+        """The silent nodes that are not given up, and the reason; None if there are none."""
         return self.observer.heartbeats.paused
 
     def silent(self) -> dict[NodeName, Instant]:
-        """Return the nodes with a late heartbeat, and since when it is late."""
+        """Return the nodes whose heartbeat is late, each with the time since when it is late."""
         return self.observer.heartbeats.late(self.world, self.ticks(), self.clock.now())
 
     async def _listen(self) -> None:
@@ -196,8 +198,8 @@ class Leader:
                     await self._on_refused(report)
 
     async def _on_refused(self, by: TermRefused) -> None:
-        """Look who leads after an agent has refused the term. Raises StaleTerm if another process does, and
-        LostCommits."""
+        """Read which process leads, after an agent has refused the term of this one. Raises StaleTerm if
+        another process leads, and LostCommits if the database has lost a term that the agent knows."""
         term = self.leader_term.term
         try:
             row = await self.store.leader()
@@ -241,12 +243,13 @@ class Leader:
             self.fleet.on_committed(decisions)
 
     async def _settle_reports(self) -> None:
-        """A report stays in the inbox until its consequences are committed. Raises PictureDiverged."""
+        """Commit the decisions that the reports in the inbox lead to. A report stays in the inbox until
+        these are committed. Raises PictureDiverged if the database refuses them TRIES times in a row."""
         left, tries = len(self._inbox), TRIES
         while left > 0:
             batch = self._inbox.next_batch()
             now = self.clock.now()
-            if self.logs is not None:  # before the ends of their runs
+            if self.logs is not None:  # logs are stored before the ends of their runs
                 await self.logs.keep([report for report in batch if isinstance(report, Logged)])
             decisions = await self.observer.on_reports(batch, now, self._arrays)
             self._arrays.begin_commit()
@@ -267,8 +270,8 @@ class Leader:
     def _without_values(
         self, batch: Sequence[Report], refused: Iterable[Decision], now: Instant
     ) -> list[Report]:
-        """Return reports in place of those with values that the database cannot keep: the run fails, the
-        leader continues."""
+        """Return the reports that replace those with values that the database cannot store. Their runs fail,
+        and the leader continues."""
         to_settle: list[Report] = []
         for decision in refused:
             plain = without_values(batch, decision.subject, now)
@@ -278,7 +281,8 @@ class Leader:
         return to_settle
 
     async def _settle_requests(self) -> None:
-        """Carry out the requests. If the database refuses a change, the request is settled without it."""
+        """Carry out the requests of clients. If the database refuses a change, its request is marked as done
+        without the change."""
         decisions = self.observer.on_requests(self.clock.now())
         verdicts = await self._commits.carry_out(decisions)
         await self._commits.carry_out(
@@ -286,8 +290,9 @@ class Leader:
         )
 
     async def _settle_deadlines(self) -> None:
-        """Commit what is due by now. Nodes that were given up, or may have missed an order, are asked what
-        they have, and those with memory that was released unseen measure it."""
+        """Commit the decisions that are due now. Nodes that were given up, or that may have missed an order,
+        are asked for their runs. Nodes on which a run has ended since the last sample are asked to measure
+        their devices."""
         listening = self._inbox.has_room.is_set() and self.executor.is_connected
         await self._commits.carry_out(self.observer.on_time(self.clock.now(), listening=listening))
         nodes, self.observer.to_ask = self.observer.to_ask, []
@@ -296,7 +301,7 @@ class Leader:
         self.executor.measure(self.observer.to_measure())
 
     async def _settle_dependencies(self) -> None:
-        """Read ends of tasks that the World does not know, then admit or fail the tasks that run after
+        """Read how awaited tasks ended that are not in the World, then admit or fail the tasks that run after
         them."""
         awaited = self.world.awaited
         if awaited.unknown:
@@ -309,8 +314,8 @@ class Leader:
 
 
 def log_moves(events: Iterable[Event], world: World) -> None:
-    """A line for each move of a task. The World is past these events, and may have dropped a task that
-    ended."""
+    """Log one line for each move of a task. The World has already applied these events, and may have dropped
+    a task that ended."""
     for event in events:
         subject, _, change = event.kind.partition(".")
         if subject != "task" or change in _NO_MOVES:
@@ -323,8 +328,8 @@ def log_moves(events: Iterable[Event], world: World) -> None:
 
 
 class CycleTimer:
-    """Times the cycles. New tasks and requests wait for each other, but not for reports of runs that have
-    begun."""
+    """Decides when cycles begin. New tasks and requests that arrive within PACE_SECONDS share a cycle; they
+    do not wait for a cycle that reports have caused."""
 
     def __init__(self) -> None:
         self._woken = asyncio.Event()
@@ -334,13 +339,13 @@ class CycleTimer:
         """The time when the last urgent cycle began."""
 
     def wake(self, *, urgent: bool = False) -> None:
-        """Wake the loop, since there is something to do. `urgent`: a client waits for the next plan."""
+        """Begin a cycle soon. `urgent` is True if a client waits for the next plan."""
         self._woken.set()
         if urgent:
             self._is_urgent.set()
 
     async def next(self) -> None:
-        """Wait until the next cycle should begin. A `wake` after that is for the cycle after it."""
+        """Wait until the next cycle should begin. A `wake` after that counts for the following cycle."""
         with suppress(TimeoutError):
             async with asyncio.timeout(TICK_SECONDS):
                 await self._woken.wait()

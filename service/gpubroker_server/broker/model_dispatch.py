@@ -1,8 +1,8 @@
-"""Sends orders to model servers, at once where they do not harm one another, and reads the servers' indexes.
+"""Sends orders to model servers, several at once unless they conflict, and reads the servers' indexes.
 
-A model server has no fences: it does what any process sends, however late. So nothing is sent after the
-term, a new leader waits until the calls of the older one have arrived, and only the index says which models
-a server has.
+A model server checks no fence: it carries out every call, however late the call arrives. So a leader sends
+nothing after its term, a new leader waits until the calls of the earlier one have arrived, and only the index
+of a server says which models it has.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ HaveLetGo = Callable[[str], Awaitable[bool]]
 """Returns True if no gateway uses a claim any more. The argument is its `mark_of`."""
 
 LOADS_AT_ONCE = 4
-"""The number of loads at once. It is Triton's own default (`--model-load-thread-count`): it begins no
-more."""
+"""The number of loads that a server carries out at once. It is Triton's default
+(`--model-load-thread-count`)."""
 
 _MESSAGES = {
     HostFault.NOT_FOUND: "the server has no such model",
@@ -57,14 +57,15 @@ class ModelDispatchRules(Struct, frozen=True):
     call_seconds: Seconds = Seconds(10.0)
     """The timeout of calls other than loads."""
     load_seconds: Seconds = Seconds(600.0)
-    """The timeout of a load; then the index shows its result."""
+    """The timeout of a load. After it, the index shows the result of the load."""
     gone_seconds: Seconds = Seconds(3.0)
-    """The time that the unload of a model with a dead process may take, before it is loaded again anyway."""
+    """The longest wait for the unload of a model whose process is dead. Then the model is loaded again
+    anyway."""
     loads_at_once: Mapping[str, int] = {}
-    """Server -> loads at once, where that is not LOADS_AT_ONCE."""
+    """The number of loads at once of each server that does not use LOADS_AT_ONCE."""
     drain_look_seconds: Seconds = Seconds(0.05)
-    """The time between two questions to gateways whether they still use a model that leaves. After its grace
-    period it is unloaded anyway; the server finishes the requests that it has."""
+    """The time between two checks whether gateways still use a model that is to be unloaded. After the grace
+    period of the order the model is unloaded anyway; the server finishes the requests that it has."""
 
 
 async def _no_gateways(_claim: str) -> bool:
@@ -84,8 +85,8 @@ class ModelDispatcher:
         have_let_go: HaveLetGo = _no_gateways,
         watches: Sequence[Callable[[Hear], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """`wait_seconds`: the time for which calls of an older leader may be under way. `watches` run beside
-        the calls, and report too."""
+        """`wait_seconds` is the time for which calls of an earlier leader may still be under way. `watches`
+        are coroutines that run beside the calls and make reports of their own."""
         self._watches = watches
         self._clock = clock
         self._ticks = ticks
@@ -130,7 +131,8 @@ class ModelDispatcher:
             self._hear([_ended(order, self._clock, Ending.FAILED, failure)])
 
     def _begin(self) -> None:
-        """An order has ended: others, also of other servers on its devices, may begin."""
+        """Wake all queues after an order has ended: orders of other servers on the same devices may begin
+        too."""
         for queue in self._queues.values():
             queue.wake()
 
@@ -141,18 +143,19 @@ class ModelDispatcher:
 class _Leaving(NamedTuple):
     order: UnloadOrder
     until: float
-    """The deadline on the loop's clock; then the model is unloaded anyway."""
+    """The deadline on the loop's clock. After it the model is unloaded even if a gateway still uses it."""
 
 
 @dataclass(eq=False)
 class _ServerQueue:
-    """The orders of one server, and its index beside them."""
+    """Carries out the orders of one server and reads its index."""
 
     host: ModelHost
     clock: Clock
     rules: ModelDispatchRules
     under_way: list[ModelOrder]
-    """The orders that are being carried out, of all servers: two servers may share a device."""
+    """The orders of all servers that are being carried out. It is shared, because two servers may share a
+    device."""
     on_end: Callable[[], None]
     may_send: Callable[[], bool]
     have_let_go: HaveLetGo
@@ -165,12 +168,13 @@ class _ServerQueue:
         self._waiting: list[ModelOrder] = []
         self._woken = asyncio.Event()
         self._done = asyncio.Event()
-        """A call has returned: read the index."""
+        """Set when a call has returned, so that the index is read."""
         self._is_away = False
 
     def take(self, order: ModelOrder) -> None:
-        """An unload cancels a load that has not begun; the index then shows that nothing is there. A repeated
-        order changes nothing. A model with another order under way is not checked."""
+        """Queue an order. An unload cancels a load of the same claim that has not begun; the index then
+        shows that the model is absent. A repeated order changes nothing. A check is dropped if another order
+        for its claim is queued or under way."""
         if isinstance(order, CheckOrder):
             if _claim(order) not in self._under_way():
                 self._waiting.append(order)
@@ -193,10 +197,11 @@ class _ServerQueue:
         self._woken.set()
 
     def _leave(self, order: UnloadOrder) -> None:
-        """A shorter grace period replaces a longer one."""
+        """Queue an unload until no gateway uses the model or the grace period is over. A shorter grace period
+        replaces a longer one."""
         until = asyncio.get_running_loop().time() + order.grace_seconds
-        known = self._leaving.get(_claim(order))
-        self._leaving[_claim(order)] = _Leaving(order, min(until, known.until) if known else until)
+        earlier = self._leaving.get(_claim(order))
+        self._leaving[_claim(order)] = _Leaving(order, min(until, earlier.until) if earlier else until)
         self._left.set()
 
     async def keep(self, hear: Hear) -> None:
@@ -206,8 +211,8 @@ class _ServerQueue:
             group.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Unload models that gateways let go. It runs beside the orders: it may take as long as a response of
-        the model."""
+        """Queue the unloads of models that no gateway uses any more, until cancelled. This runs beside the
+        other orders, because it may wait as long as a response of the model takes."""
         loop = asyncio.get_running_loop()
         while True:
             self._left.clear()
@@ -231,8 +236,8 @@ class _ServerQueue:
                 await self._woken.wait()
 
     def _that_may_begin(self) -> list[ModelOrder]:
-        """Return the orders that may begin. Orders that concern one model keep their order. A load that has
-        to wait for another one's device keeps no other load waiting."""
+        """Return the orders that may begin. Orders for the same model keep their sequence. A load that waits
+        for a device does not block later loads on other devices."""
         begun: list[ModelOrder] = []
         earlier: list[ModelOrder] = []
         for order in self._waiting:
@@ -284,13 +289,13 @@ class _ServerQueue:
         until = loop.time() + rules.gone_seconds
         while _stage_in(await host.index(rules.call_seconds), order.model) is not ModelState.ABSENT:
             if loop.time() >= until:
-                break  # it may stay UNLOADING, and can be loaded then
+                break  # the model may stay UNLOADING, and can be loaded in that state
             await asyncio.sleep(rules.busy_look_seconds)
         await self._load(order)
 
     async def _load(self, order: LoadOrder | CheckOrder) -> None:
         if not order.model or await self._has(order.model):
-            return  # with changed files this would reload it, with both copies in memory
+            return  # if its files have changed, a load would reload the model, with both copies in memory
         if self.may_send():
             devices = sorted(device for device, _ in order.devices)
             await self.host.load(order.model, devices, self.rules.load_seconds)
@@ -310,7 +315,7 @@ class _ServerQueue:
         known, changed_at = None, loop.time()
         while True:
             if self._done.is_set():
-                changed_at = loop.time()  # Triton may have answered before its index shows it
+                changed_at = loop.time()  # Triton may answer a call before its index shows the result
             self._done.clear()
             claims = self._under_way()
             index = await self._read()
@@ -327,13 +332,14 @@ class _ServerQueue:
                     await self._done.wait()
 
     def _pause_seconds(self, unchanged_seconds: float, *, is_busy: bool) -> float:
-        """A change is seen late by at most a tenth of what it took."""
+        """Return the pause before the next read of the index. A change is noticed with a delay of at most a
+        tenth of the time that it took."""
         busy_seconds = self.rules.busy_look_seconds
         most_seconds = busy_seconds if is_busy else self.rules.look_seconds
         return min(most_seconds, max(unchanged_seconds, busy_seconds) / 10)
 
     async def _read(self) -> Index | None:
-        """Read the index; None if the server does not answer."""
+        """Return the index of the server; None if the server does not answer."""
         try:
             index = await self.host.index(self.rules.call_seconds)
         except HostRefused as refused:

@@ -82,8 +82,9 @@ def forget_ended(progress: dict[TaskId, Any], events: Iterable[Event]) -> None:
 
 
 def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[Report]:
-    """The reports about a task without the values that the database refused: its run failed, without
-    checkpoints. Nothing if they have no such values."""
+    """Return the reports about a task without the values that the database refused: checkpoints and results
+    of items are left out, and the end of the run becomes a failure. Return nothing if the reports contain no
+    such values."""
     own_reports = [report for report in reports if getattr(report, "task", None) == task]
     plain: list[Report] = []
     for report in own_reports:
@@ -99,7 +100,7 @@ def without_values(reports: Sequence[Report], task: str, now: Instant) -> list[R
 
 
 class _Rejected(Exception):
-    """The bytes of this report cannot be stored; `instead` replaces it, if anything does."""
+    """The bytes of `report` cannot be stored. `instead` is the report that replaces it, if there is one."""
 
     def __init__(self, report: Report, instead: Report | None = None) -> None:
         self.report = report
@@ -108,7 +109,7 @@ class _Rejected(Exception):
 
 @dataclass(eq=False)
 class Observer:
-    """Turns reports, requests and deadlines into decisions. Progress stays in memory; it is no event."""
+    """Turns reports, requests and deadlines into decisions. The progress of runs is kept in memory only."""
 
     world: World
     policy: Policy
@@ -133,17 +134,18 @@ class Observer:
         """The loads that the present runs of workers last reported."""
         self._named_unknown = False
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
-        """Inferences that an older leader had sent; None before the first look."""
+        """The claims of inferences that an earlier leader had sent; None until `on_time` has looked for
+        them."""
         self._requests = ClientRequests(self.world, self.policy, self.blobs)
         self._disks = DiskPasses(self.world, self.policy, guard or DiskGuard(), self.blobs)
         self.to_ask: list[NodeName] = []
-        """Nodes that were given up, and nodes whose reports may be lost: the leader asks them what they
-        have."""
+        """Nodes that were given up, and nodes whose reports may be lost. The leader asks them for their
+        runs."""
 
     async def on_reports(
         self, reports: Sequence[Report], now: Instant, arrays: Arrays | None = None
     ) -> list[Decision]:
-        """Return the decisions that one batch of reports leads to; `next_batch` returns the batch."""
+        """Return the decisions that one batch of reports leads to. `inbox.next_batch` makes the batches."""
         about_runs: list[Report] = []
         decisions: list[Decision] = []
         after_gone: dict[DeviceKey, DeviceSample] = {}
@@ -188,10 +190,11 @@ class Observer:
                 case _:
                     about_runs.append(report)
         for node, sample in measured.items():
-            if node not in answered:  # whose rows may change just now; the next sample comes soon
+            # The rows of a node that has just answered may change now; its next sample comes soon.
+            if node not in answered:
                 decisions += gpu_closures.by_health(self.world, sample, now)
-        # Taken after the processes were gone, so their memory does not count as foreign. The last sample of a
-        # device holds for all that have left it.
+        # These samples were taken after the processes had ended, so the memory of those is not taken for
+        # foreign. The last sample of a device holds for all runs that have left the device.
         self.world.measure(after_gone.values())
         decisions += inference_admission.check_failed_models(self.world, about_runs, self.policy, now)
         return decisions + await self._on_runs(about_runs, now, arrays)
@@ -209,8 +212,8 @@ class Observer:
     async def _on_runs(
         self, reports: Sequence[Report], now: Instant, arrays: Arrays | None
     ) -> list[Decision]:
-        """Turn reports into decisions whose bytes are on disk. A report whose bytes are refused is
-        replaced."""
+        """Turn reports into decisions, and store the bytes that belong to them. A report whose bytes the
+        blob store refuses is replaced or dropped."""
         while True:
             drafts = await arrays.drafts(reports) if arrays is not None else {}
             applied = runs.apply_reports(self.world, reports, now, self.policy, drafts)
@@ -219,11 +222,11 @@ class Observer:
                 decisions = await with_pages_stored(decisions, self.blobs, self.inline_bytes)
                 return [await self._with_blobs(decision, reports) for decision in decisions]
             except _Rejected as refused:
-                kept = [refused.instead if report is refused.report else report for report in reports]
-                reports = [report for report in kept if report is not None]
+                replaced = [refused.instead if report is refused.report else report for report in reports]
+                reports = [report for report in replaced if report is not None]
 
     def hear(self, reports: Iterable[Report]) -> None:
-        """Note that the node of a report lives, before the report's turn comes."""
+        """Note that the nodes of these reports are alive, before the reports themselves are applied."""
         heard_at = self.ticks()
         for report in reports:
             if isinstance(report, Heartbeat | Sampled):
@@ -240,7 +243,7 @@ class Observer:
         return [*self._requests.carry_out(now), *self._disks.carry_out(now)]
 
     def on_time(self, now: Instant, *, listening: bool = True) -> list[Decision]:
-        """Return the decisions that are due at this time. `listening`: True if reports of agents reach this
+        """Return the decisions that are due at this time. `listening` is True if reports of agents reach this
         leader, as far as it knows."""
         if lost := self._silent(now, listening=listening):
             return runs.apply_reports(self.world, lost, now, self.policy)
@@ -253,7 +256,8 @@ class Observer:
         self._watch = deadlines.extend_window(self._watch, now)
         self._name_unknown_nodes(self._watch)
         decided = {decision.subject for decision in decisions}
-        if self.servers != {}:  # without servers there is no load to learn from, and it looks at each GPU
+        # Without servers there is nothing to measure, and `measure` is costly: it looks at each GPU.
+        if self.servers != {}:
             decisions += self._model_meter.measure(self.world, now, decided)
         more = [*overuse_decisions(self.world, now, self.policy), *self._about_inferences(now)]
         more += ask_to_leave(self.world, self.policy, now)
@@ -274,12 +278,12 @@ class Observer:
         return decisions
 
     def to_measure(self) -> list[NodeName]:
-        """Return the nodes that are to measure their devices now."""
+        """Return the nodes that should measure their devices now."""
         return self._sample_requests.due(self.world, self.ticks())
 
     def _name_unknown_nodes(self, watch: deadlines.ObservationWindow) -> None:
-        """Warn of nodes that never joined, once, after each had the time to. A misspelled name would go
-        unnoticed."""
+        """Warn once of nodes in the settings that have not joined in time. Otherwise a misspelled name would
+        go unnoticed."""
         if not self._named_unknown and watch.last - watch.since >= NODE_PATIENCE_SECONDS:
             self._named_unknown = True
             for name in never_joined(self.world, self.inventory):
@@ -340,8 +344,9 @@ class Observer:
         forget_ended(self._loads, events)
 
     async def _with_blobs(self, decision: Decision, reports: Sequence[Report]) -> Decision:
-        """Store the bytes before the row: a committed row never names an object that is not on disk. Raises
-        _Rejected, StoreUnavailable."""
+        """Return the decision with its large values replaced by digests of stored blobs. The bytes are
+        stored before the row is written, so a committed row never names a blob that is not on disk. Raises
+        _Rejected and StoreUnavailable."""
         if decision.checkpoint is not None and decision.checkpoint.data is not None:
             await self._store_checkpoint(decision.checkpoint, decision.checkpoint.data)
         outcome = decision.outcome
@@ -354,7 +359,8 @@ class Observer:
         return replace(decision, outcome=replace(outcome, result=None, result_digest=digest))
 
     async def _store_checkpoint(self, checkpoint: Checkpointed, data: bytes) -> None:
-        """Store the checkpoint. If it is refused, the one before it stays the newest."""
+        """Store the bytes of the checkpoint. If they are refused, the previous checkpoint stays the newest.
+        Raises _Rejected."""
         try:
             digest = await self.blobs.put(data, owner=checkpoint.task)
         except BlobTooLarge as fault:
@@ -374,7 +380,7 @@ class Observer:
 
 
 def _too_large(reports: Iterable[Report], outcome: Outcome, fault: BlobTooLarge) -> _Rejected:
-    """The run succeeded, but its result cannot be stored."""
+    """Return the rejection of a report whose run succeeded with a result that is too large to be stored."""
     failure = Failure("result_too_large", f"{fault}; return less, or raise limits.result_bytes")
     for report in reports:
         if isinstance(report, Ended) and report.result is outcome.result:

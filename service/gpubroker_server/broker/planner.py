@@ -15,11 +15,11 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import Clock
 
 MOST_TURNS = 4
-"""Turns of planning, of some milliseconds each, that share one commit. The first turn of a cycle, with the
-most urgent tasks, has its own commit."""
+"""The number of planning turns, of some milliseconds each, that share one commit. The first turn of a cycle,
+with the most urgent tasks, has its own commit."""
 
 FORECAST_SECONDS = 0.005
-"""The time that each cycle works on forecasts, while they are due."""
+"""The time that each cycle spends on forecasts while some are due."""
 
 
 @dataclass(eq=False)
@@ -38,7 +38,8 @@ class Planner:
         self.forecast_rounds = ForecastRounds()
 
     async def plan(self, stop: Callable[[], bool]) -> None:
-        """Starts, preemptions and moves of what waits; then forecasts for the rest. `stop` ends it early."""
+        """Plan starts, preemptions and moves for the waiting tasks, then forecasts for those that stay
+        waiting. The planning ends early once `stop` returns True."""
         if self.forecast_rounds.is_outdated(self.world):
             await self._forecast(inf)
         await self._plan_slices(stop)
@@ -62,15 +63,15 @@ class Planner:
                 return
 
     async def _consolidate(self) -> None:
-        """Move runs for a task that the plan has left waiting, if that is allowed and helps."""
+        """Move runs to make room for a task that the plan has left waiting, if the policy allows it."""
         now = self.clock.now()
         decision = self._consolidation.next_move(self.world, self.policy, now, self.forecast_rounds.forecasts)
         if decision is not None and COMMITTED in await self.commits.carry_out([decision]):
             self._consolidation.count(decision, now)
 
     async def _forecast(self, most_seconds: float) -> None:
-        """Compute when the first waiting tasks will start. What is not done in time continues in the next
-        cycle, so that neither reports nor plans wait for it."""
+        """Compute when the first waiting tasks will start. The computation is split over several cycles, so
+        that neither reports nor plans wait for it."""
         now, loop = self.clock.now(), asyncio.get_running_loop()
         until = loop.time() + most_seconds
         while self.forecast_rounds.step(self.world, self.policy, now):

@@ -1,4 +1,4 @@
-"""The output of runs: asks agents for what is new in the logs that are read, and keeps what they tell."""
+"""The output of runs. Asks agents for new lines of the logs that clients read, and stores the answers."""
 
 import asyncio
 from collections import defaultdict
@@ -16,11 +16,11 @@ from gpubroker_server.ports.run_logs import LogChanges, LogPart, LogRows
 from gpubroker_server.ports.store import BlobStore, BlobTooLarge, Clock, ReadTicks, StoreUnavailable
 
 READ_SECONDS = Seconds(0.2)
-"""The time between two questions to an agent for what is new in a log."""
+"""The time between two questions to an agent for the new part of a log."""
 LOOK_SECONDS = Seconds(0.4)
-"""The time between two looks whether any log is read, while none is."""
+"""The time between two checks whether a client reads any log, while none does."""
 AGAIN_SECONDS = Seconds(2.0)
-"""A question without an answer is repeated after so long."""
+"""The time after which a question without an answer is repeated."""
 
 
 @dataclass(eq=False)
@@ -35,19 +35,19 @@ class LogKeeper:
     clock: Clock
     ticks: ReadTicks
     limit_bytes: int
-    """The bytes that are kept of each stream."""
+    """The most bytes that are kept of each stream."""
     inline_bytes: int
-    """Larger parts of what an ended run printed become objects."""
+    """The size in bytes above which the output of an ended run is stored as a blob."""
 
     def __post_init__(self) -> None:
         self._wanted: Mapping[LogName, WantedLog] = {}
         self._known: dict[LogName, KnownLog] = {}
-        """The part that is kept of each wanted log."""
+        """The stored end of each wanted log."""
         self._asked: dict[LogName, float] = {}
-        """The time when an agent was asked, for logs that it has not answered yet."""
+        """The time when an agent was asked for a log that it has not sent yet."""
 
     async def follow(self) -> None:
-        """Ask nodes for the logs that are wanted, until cancelled."""
+        """Ask nodes at intervals for the logs that clients read, until cancelled."""
         while True:
             await asyncio.sleep(READ_SECONDS if self._wanted else LOOK_SECONDS)
             try:
@@ -56,7 +56,7 @@ class LogKeeper:
                 continue  # readers wait
 
     async def ask_nodes(self) -> None:
-        """Ask each node for its logs that are wanted now. Raises StoreUnavailable."""
+        """Ask each node for those of its logs that clients read now. Raises StoreUnavailable."""
         self._wanted = wanted_logs(self.world, await self.store.followed_logs(), self.clock.now())
         for log in self._known.keys() - self._wanted.keys():
             del self._known[log]
@@ -104,7 +104,7 @@ class LogKeeper:
 
     async def _part_of(self, logged: Logged, tenant: str) -> LogPart:
         part = LogPart(logged.log, logged.first_byte, len(logged.data), logged.at, tenant, logged.data)
-        # While a run goes on, its parts stay in their rows, which go with the middle of a long log.
+        # While a run goes on, its parts stay in rows, which are deleted when the middle of a long log is cut.
         if not logged.is_final or len(logged.data) <= self.inline_bytes:
             return part
         try:

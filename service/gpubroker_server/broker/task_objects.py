@@ -1,5 +1,5 @@
-"""Objects that runs open, and large results that become objects: the leader checks what their tenants have
-and may have, and their bytes pass through it in parts."""
+"""Objects that runs open, and results and outputs that become objects. The leader checks the quota of the
+tenant, and the bytes pass through it in parts."""
 
 import asyncio
 import json
@@ -41,23 +41,27 @@ from gpubroker_server.ports.task_objects import (
 log = structlog.get_logger("gpubroker.objects")
 
 PART_BYTES: Final = 4 * 2**20
-"""The bytes that are sent at once. The agent asks for the next part when it has this one, so that nothing
-gathers on the way."""
+"""The bytes of one part. The agent asks for the next part only once it has this one, so that parts do not
+queue up on the way."""
 AGAIN_SECONDS: Final = 1.0
+"""The time before a question is tried again after the store or the disk failed."""
 MOST_TRIES: Final = 120
-"""A run fails if its object cannot be read so often: meanwhile it holds its leases. A result waits without
-end: to lose it would cost the whole run."""
+"""The number of retries after which a run fails because its object cannot be read; until then it holds its
+leases. The storing of a result is retried without limit, because losing the result would cost the whole
+run."""
 OUTPUT_SECONDS: Final = 3600.0
-"""Outputs whose node has sent no further part for so long are dropped; it begins again when it is back."""
+"""Incomplete outputs are dropped if their node sends no further part for this time. The node begins again
+when it is back."""
 EXTENDED_SHARE: Final = 0.1
-"""Objects in use are extended whenever this share of the time has passed that objects are kept."""
+"""The time between two extensions of the objects in use, as a share of the time for which objects are
+kept."""
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(eq=False)
 class TaskObjects:
-    """Answers questions about objects, and remembers nothing: each question says what its node has, and is
-    asked again to the next leader."""
+    """Answers questions about objects. Nothing needs to be stored about them: each question says which bytes
+    its node has, and agents repeat their questions to the next leader."""
 
     world: World
     store: TaskStore
@@ -65,7 +69,7 @@ class TaskObjects:
     executor: Executor
     clock: Clock
     object_seconds: Seconds
-    """An object is kept this long after its last use."""
+    """The time for which an object is kept after its last use."""
     quota: Quota
     """The quota of each tenant."""
     object_bytes: int
@@ -73,18 +77,17 @@ class TaskObjects:
 
     def __post_init__(self) -> None:
         self._asked: asyncio.Queue[tuple[ObjectQuestion, int]] = asyncio.Queue()
-        """The questions, each with the number of times it was tried in vain."""
+        """The questions to answer, each with the number of tries that have failed."""
         self._uploads: dict[str, tuple[str, ObjectPart | OutputPart]] = {}
-        """The results and outputs that come here and are no objects yet: the tenant and the last part of
-        each."""
+        """The results and outputs that have not arrived completely: the tenant and the last part of each."""
 
     def hear(self, asked: Sequence[ObjectQuestion]) -> None:
         for question in asked:
             self._asked.put_nowait((question, 0))
 
     async def serve(self) -> None:
-        """Answer questions, until cancelled. In turn: a large object does not keep the leader from others,
-        which wait for one part of it."""
+        """Answer questions until cancelled, one part of an object at a time, so that no question waits for
+        all of a large object."""
         while True:
             asked, tries = await self._asked.get()
             try:
@@ -93,20 +96,22 @@ class TaskObjects:
                 if not tries:
                     message = "an object cannot be read or stored now; trying again"
                     log.warning(message, task=asked.task, fault=str(fault))
-                # Others need not wait: one file may be unreadable while all else is well.
+                # Other questions do not wait for the retry: perhaps only one file is unreadable.
                 next_try = asked, tries + 1
                 asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._asked.put_nowait, next_try)
 
     async def keep(self) -> None:
-        """Extend the objects in use until cancelled, so that they outlast the leader's absence."""
+        """Extend the objects in use again and again until cancelled, so that they do not expire while no
+        process leads."""
         while True:
             with suppress(StoreUnavailable):
                 await self.extend()
             await asyncio.sleep(self.object_seconds * EXTENDED_SHARE)
 
     async def extend(self) -> None:
-        """Extend the time of all objects in use. What a task, an array or a worker set names is in use until
-        it is over: a run that starts again opens it. Raises StoreUnavailable."""
+        """Extend the time of all objects in use. An object is in use while a task, an array or a worker set
+        that names it is not over, because a run that starts again opens the object again. Raises
+        StoreUnavailable."""
         until = Instant(self.clock.now() + self.object_seconds)
         used = set(await self.store.objects_of_open_tasks())
         formed = {workers.id: workers.tenant for workers in self.world.worker_sets.values()}
@@ -140,13 +145,13 @@ class TaskObjects:
                 self.executor.answer(PartAnswer(node, asked, *kept))
 
     def _run_of(self, asked: ObjectQuestion) -> Task | None:
-        """Return the run; None if it is over."""
+        """Return the task whose run asks; None if that run is over."""
         task = self.world.tasks.get(asked.task)
         return task if task is not None and task.fence == asked.fence and task.is_active else None
 
     async def _discard_left(self) -> None:
-        """Discard results that end with their runs before they are complete, and outputs of which no part has
-        come for long."""
+        """Discard incomplete results whose runs are over, and incomplete outputs of which no part has come
+        for OUTPUT_SECONDS."""
         for upload, (_, part) in list(self._uploads.items()):
             is_late = self.clock.now() - part.at > OUTPUT_SECONDS
             if is_late if isinstance(part, OutputPart) else self._run_of(part) is None:
@@ -154,11 +159,12 @@ class TaskObjects:
 
     async def _discard(self, upload: str) -> None:
         self._uploads.pop(upload, None)
-        with suppress(StoreUnavailable):  # then a sweep removes it
+        with suppress(StoreUnavailable):  # a sweep removes it later
             await self.blobs.discard(upload)
 
     async def _read(self, tenant: str, asked: ObjectWanted, tries: int) -> tuple[int, bytes, str]:
-        """Return the object's size, what follows the first byte, and why the run does not get it."""
+        """Return the object's size, a part of its bytes from `first_byte` on, and the reason if the run
+        cannot get them."""
         kept = await self._find(tenant, asked.object)
         if kept is None:
             return 0, b"", self._missing(tenant, asked.object)
@@ -180,8 +186,8 @@ class TaskObjects:
         return kept.size_bytes, data, ""
 
     async def _keep_output(self, part: OutputPart) -> tuple[int, bool]:
-        """Keep a part of what a run has left. Return how many bytes are stored, and whether that is the end.
-        Its task may have ended, or may run again."""
+        """Store a part of the outputs of a run. Return the number of stored bytes, and True if no further
+        part is needed. The task may have ended by now, or may be running again."""
         record = await self.store.record(part.task)
         if record is None or part.fence > record.task.fence:
             return 0, True  # the task was pruned
@@ -203,8 +209,8 @@ class TaskObjects:
         return stored_bytes, True
 
     async def _keep(self, tenant: str, part: ObjectPart | OutputPart) -> tuple[int, str]:
-        """Keep a part of a result, or of outputs. Return how many bytes are stored, and why the whole cannot
-        become an object."""
+        """Store a part of a result or of outputs. Return the number of stored bytes, and the reason if the
+        whole cannot become an object."""
         # User code runs where this was written, and may have forged it.
         if not _DIGEST.fullmatch(part.object) or part.first_byte + len(part.data) > part.size_bytes:
             return 0, "its process wrote a part of a result that is none"
@@ -238,9 +244,9 @@ class TaskObjects:
         return part.size_bytes, ""
 
     def _coming_bytes(self, tenant: str, upload: str) -> int:
-        """Return the bytes of the tenant's results and outputs on their way beside this one."""
-        coming = (known for name, known in self._uploads.items() if name != upload)
-        return sum(part.size_bytes for owner, part in coming if owner == tenant)
+        """Return the bytes of the tenant's other results and outputs that have not arrived completely."""
+        others = (state for name, state in self._uploads.items() if name != upload)
+        return sum(part.size_bytes for owner, part in others if owner == tenant)
 
     async def _find(self, tenant: str, object_id: str) -> StoredObject | None:
         return await self.store.find_object(tenant, object_id, self.clock.now())

@@ -27,11 +27,12 @@ SHORT_VARIABLES: Final = {
     "idle_grace_period": ("fleet", "idle_grace_seconds"),
     "memory_limit_gb": ("ray", "process_memory_mb"),
 }
-"""Short names of environment variables, after the prefix, and the settings that they are."""
+"""The settings that environment variables with short names set, by the name after the prefix."""
 
 
 class Level(Threshold, frozen=True):
-    """A threshold of which the operator says less: crossing it counts after a while."""
+    """A threshold for which the operator need not give a duration. By default, crossing it counts after 10
+    s."""
 
     seconds: NonNegativeSeconds = Seconds(10.0)
 
@@ -125,7 +126,7 @@ def _directories_are_absolute(directories: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class FleetSettings(FleetRules, frozen=True, kw_only=True):
-    """The section `fleet`: the rules, before the targets of the whole fleet are among its targets."""
+    """The section `fleet`. `rules` adds the targets of the whole fleet to its targets."""
 
     target_util_min: Share = 0.6
     target_util_max: Share = 0.8
@@ -148,8 +149,8 @@ class FleetSettings(FleetRules, frozen=True, kw_only=True):
         )  # fmt: skip
 
     def rules(self, spared: tuple[str, ...]) -> FleetRules:
-        """Return the rules as they hold. `spared`: directories of the service, on every node: they may be
-        shared."""
+        """Return the rules of fleet control. `spared` are the directories of the service. They are spared on
+        every node, because nodes may share them."""
         targets = (
             FleetTarget(Measure.GPU_UTILIZATION, self.target_util_min, self.target_util_max),
             FleetTarget(Measure.GPU_MEMORY, most=self.max_gpu_memory),
@@ -159,7 +160,7 @@ class FleetSettings(FleetRules, frozen=True, kw_only=True):
         )
         return replace(
             self,
-            # The last one of the same part and measure holds.
+            # Of several targets for one scope and measure, the last one holds.
             targets=tuple({(target.scope, target.measure): target for target in targets}.values()),
             idle=IdleRules(self.idle_below, self.idle_grace_seconds),
             thresholds=self.backpressure.thresholds,

@@ -53,7 +53,7 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 class SettingsRefused(Exception):
-    """The configuration is wrong; the text names each setting, its value and what to do."""
+    """The configuration is wrong. The message names each wrong setting, its value and what to do."""
 
 
 def default_data_dir() -> Path:
@@ -71,7 +71,7 @@ def default_data_dir() -> Path:
 
 
 def usual_data_dir() -> Path | None:
-    """Return the directory in which clients of this user look; None if they have none to look in."""
+    """Return the data directory that clients of this user use by default; None if there is none."""
     try:
         return default_data_dir()
     except SettingsRefused:
@@ -92,12 +92,12 @@ def _is_path(given: str) -> str:
 
 
 def _are_networks(given: tuple[str, ...]) -> tuple[str, ...]:
-    for one in given:
+    for network in given:
         try:
-            ip_network(one, strict=False)
+            ip_network(network, strict=False)
         except ValueError:
             raise ValueError(
-                f"{one!r} is neither an address nor a network; write such as 127.0.0.1 or 10.0.0.0/8"
+                f"{network!r} is neither an address nor a network; write such as 127.0.0.1 or 10.0.0.0/8"
             ) from None
     return given
 
@@ -222,7 +222,7 @@ class _Sources(WithUnits, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources: flags win over environment, environment over the files handed in as
+        """Return the sources in their precedence: flags, then the environment, then the files passed as
         `_files`."""
         flags = dict(init_settings())
         files = flags.pop("_files", {})
@@ -264,7 +264,7 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
 
 
 def _fault_text(fault: ErrorDetails, origin: str) -> str:
-    """Return one fault in words: which setting, what is wrong, what was found, and where."""
+    """Return a message about a fault: the setting, what is wrong, the value, and where it was written."""
     path, found = fault["loc"], fault["input"]
     text = text_of(fault)
     match fault["type"]:
@@ -285,7 +285,7 @@ def _fault_text(fault: ErrorDetails, origin: str) -> str:
 
 
 def _unit_of(path: Sequence[int | str]) -> str:
-    """Return what to write for the setting at `path`; empty if its name says nothing of that."""
+    """Return the text about what may be written for the setting at `path`; empty if its name has no unit."""
     named = next((str(part) for part in reversed(path) if str(part).endswith(tuple(WRITTEN_AS))), "")
     return next((text for ending, text in WRITTEN_AS.items() if named.endswith(ending)), "")
 
@@ -309,7 +309,8 @@ _RENAMED: Final = {"node_labels": "nodes.NAME.labels"}
 
 
 def _remedy(name: str, section: type[BaseModel]) -> str:
-    """Return the new name of a setting, its place in another section, or the most similar one of this one."""
+    """Return the new name of a setting, its place in another section, or the most similar name of this
+    section."""
     if section is settings_model() and name in _RENAMED:
         return f'; it is now "{_RENAMED[name]}"'
     inner = {
@@ -346,16 +347,17 @@ def _has_value(tree: Any, path: Sequence[int | str]) -> bool:
 
 
 def _short_variables() -> dict[str, Any]:
-    """Return what the variables with short names say, as settings."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the settings that variables with short names set."""
+    settings: dict[str, dict[str, Any]] = {}
     for name, (section, setting) in SHORT_VARIABLES.items():
         if (value := os.environ.get(_PREFIX + name.upper())) is not None:
-            found.setdefault(section, {})[setting] = f"{value}GiB" if name.endswith("_gb") else value
-    return found
+            settings.setdefault(section, {})[setting] = f"{value}GiB" if name.endswith("_gb") else value
+    return settings
 
 
 def _misspelled_variables() -> Iterator[str]:
-    """Yield variables that look like one of ours; others may belong to other programs."""
+    """Yield a message about each variable whose name is similar to one of the service. Others with this
+    prefix may belong to other programs."""
     for variable in os.environ:
         name = variable.removeprefix(_PREFIX).lower()
         is_unknown = variable.startswith(_PREFIX) and "__" not in name and name not in _VARIABLES
@@ -364,8 +366,9 @@ def _misspelled_variables() -> Iterator[str]:
 
 
 def _two_data_dirs(config: Path, files: Mapping[str, Any]) -> Iterator[str]:
-    """The variable wins over a file that was named for this command: the command would work on the data of
-    another service. It is set in the shells of that service's clients."""
+    """Yield a message if the file that was named for this command and the variable name different data
+    directories. The variable would win, and the command would work on the data of another service, for whose
+    clients it was set."""
     from_file, from_environment = files.get("data_dir"), os.environ.get(_DATA_DIR)
     if (
         from_file
@@ -381,11 +384,11 @@ def _two_data_dirs(config: Path, files: Mapping[str, Any]) -> Iterator[str]:
 _PREFIX: Final = "GPUBROKER_"
 _DATA_DIR: Final = "GPUBROKER_DATA_DIR"
 _VARIABLES: Final = (*Settings.__struct_fields__, *SHORT_VARIABLES, "config", "url", "token")
-"""Names after the prefix: settings, the configuration file, and what clients read."""
+"""The names of variables after the prefix: settings, the configuration file, and variables of clients."""
 
 
 def _read_files(config: Path | None) -> dict[str, dict[str, Any]]:
-    """The contents by path; later ones win."""
+    """Return the contents of the configuration files by path. A later file wins."""
     if config is None:
         return {}
     local = config.with_name(config.name + ".local")

@@ -1,4 +1,4 @@
-"""The Ray that runs tasks: a local one, or a cluster to join."""
+"""The settings of the Ray that runs tasks, which is a local one or a cluster to join."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -22,7 +22,7 @@ HomePath = Annotated[Path, HOME]
 
 
 class RayTls(Struct, frozen=True):
-    """Files by which this machine and Ray's know each other: Ray checks both sides."""
+    """The files by which this machine and Ray's machines identify themselves to each other."""
 
     certificate: HomePath
     key: HomePath
@@ -34,11 +34,11 @@ LOCAL_RAY_ONLY: Final = {
     "object_store_mb": "set --object-store-memory where `ray start` runs",
     "dashboard": "set --include-dashboard where `ray start --head` runs",
 }
-"""Settings without effect on a cluster that others run, and where it is decided there."""
+"""The settings without effect on a joined cluster, each with the place where it is decided there."""
 
 
 def client_server_refused(address: str) -> str:
-    """Return why an address such as `ray://host:10001` is refused, and what to write."""
+    """Return a message that says why an address such as `ray://host:10001` is refused and what to write."""
     host = address.partition("://")[2].partition("/")[0].rpartition(":")[0] or "host"
     return (
         f"{address!r} is the address of a Ray Client server, through which runs cannot be followed; write "
@@ -47,12 +47,12 @@ def client_server_refused(address: str) -> str:
 
 
 def _gpu_words(given: object) -> object:
-    """Return GPUs as words, however they are written: one text, an index, or a list of both."""
+    """Return GPUs as a list of words. They may be written as one text, an index, or a list of both."""
     if isinstance(given, str):
         return [word.strip() for word in given.split(",") if word.strip()]
-    many = given if isinstance(given, list | tuple) else [given]
-    is_plain = all(isinstance(one, str | int) and not isinstance(one, bool) for one in many)
-    return [str(one) for one in many] if is_plain else given
+    gpus = given if isinstance(given, list | tuple) else [given]
+    is_plain = all(isinstance(gpu, str | int) and not isinstance(gpu, bool) for gpu in gpus)
+    return [str(gpu) for gpu in gpus] if is_plain else given
 
 
 def _name_has_no_slash(name: str) -> str:
@@ -74,23 +74,23 @@ def _address_is_of_a_head(address: str) -> str:
 
 class RaySettings(Struct, frozen=True, kw_only=True):
     address: Annotated[str, check(_address_is_of_a_head)] = ""
-    """`host:port` of the cluster to join; empty starts a local head."""
+    """The `host:port` of the cluster to join; if empty, a local head is started."""
     token_file: HomePath | None = None
-    """The token file of a joined cluster; None: as the environment says (RAY_AUTH_MODE)."""
+    """The token file of a joined cluster; None if the environment decides (RAY_AUTH_MODE)."""
     tls: RayTls | None = None
-    """The TLS files of a joined cluster; None: as the environment says (RAY_USE_TLS)."""
+    """The TLS files of a joined cluster; None if the environment decides (RAY_USE_TLS)."""
     autoscale: bool = False
     node_name: Annotated[str, check(_name_has_no_slash)] = "local"
-    """The only node of a local head. Nodes of a joined cluster have names of their own."""
+    """The name of the only node of a local head. Nodes of a joined cluster have names of their own."""
     cluster: Annotated[str, check(_name_has_no_slash)] = "local"
     spares: Annotated[int, Meta(ge=0, le=64)] = 2
     warm_runners: Annotated[int, Meta(ge=0, le=64)] = 1
     cpu: PositiveAmount | None = None
-    """CPUs that a node offers; None: all that it has."""
+    """The number of CPUs that a node offers; None for all that it has."""
     memory_mb: PositiveMib | None = None
     max_runs: PositiveCount = 256
     process_memory_mb: PositiveMib = Mib(81_920)
-    """Host memory that each process of a run may take."""
+    """The host memory that each process of a run may take."""
     object_store_mb: Annotated[Mib, Meta(ge=75)] = Mib(128)
     idle_stop_seconds: PositiveSeconds = Seconds(600.0)
     dashboard: bool = False
@@ -99,13 +99,13 @@ class RaySettings(Struct, frozen=True, kw_only=True):
     """The directory on each node for uploaded directories and the copies that runs work in; empty: below the
     temporary directory."""
     upload_cache_mb: PositiveMib = Mib(10_240)
-    """The most that a node keeps of uploaded directories for later runs."""
+    """The most MiB of uploaded directories that a node keeps for later runs."""
     gpus: Annotated[tuple[str, ...] | None, prepare(_gpu_words)] = None
-    """The GPUs of a node to use, as in CUDA_VISIBLE_DEVICES; None: as that variable says."""
+    """The GPUs of a node to use, as in CUDA_VISIBLE_DEVICES; None if that variable decides."""
     gpu_memory_mb: PositiveMib | None = None
     """The memory that a GPU without memory of its own offers; None: nine tenths of the machine's memory."""
     inherit_env: Annotated[tuple[str, ...], WORDS] = ()
-    """Environment variables of a node that tasks inherit, besides locale and paths."""
+    """The environment variables of a node that tasks inherit, besides locale and paths."""
 
     def check_given(self, given: Collection[str]) -> None:
         """Raise ValueError for a setting that has no effect on this Ray, even if it was given its default."""

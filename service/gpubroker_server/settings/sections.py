@@ -1,4 +1,5 @@
-"""The sections of the settings that are no values of the core. config.example.yaml explains each setting."""
+"""The sections of the settings that are not defined in the core. config.example.yaml explains each
+setting."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -18,7 +19,7 @@ SizeMb = Annotated[int, Meta(gt=0, le=4_194_304)]
 
 
 class SimulatedInstance(Struct, frozen=True, kw_only=True):
-    """A part of a simulated device with leases of its own, as a MIG instance."""
+    """A part of a simulated device that has its own leases, as a MIG instance has."""
 
     kind: str = "simulated instance"
     memory_mb: SizeMb
@@ -61,14 +62,14 @@ def _checked_tenants(tenants: tuple[TenantPolicy, ...]) -> tuple[TenantPolicy, .
 
 
 class PolicySettings(Policy, frozen=True, kw_only=True):
-    """The section `policy`: the policy, before the limits of running tasks and pools are among its limits."""
+    """The section `policy`. `limits_with` adds the limits of running tasks and pools to its limits."""
 
     tenants: Annotated[tuple[TenantPolicy, ...], by_name(), check(_checked_tenants)] = ()
     max_running: RunningLimits = RunningLimits()
 
     def __post_init__(self) -> None:
         """Refuse a limit for a tenant that is not among those listed. Raises ValueError."""
-        # Where tenants are listed, another name is likelier a slip.
+        # If tenants are listed, another name is probably misspelled.
         known = {tenant.name for tenant in self.tenants} - {"*"}
         for name in sorted(self.max_running.tenants.keys() - {*known, "*"}) if known else ():
             suggestion = did_you_mean(name, known)
@@ -93,7 +94,8 @@ def kinds_over_the_shipped(kinds: Any) -> Any:
 
 
 def _over(shipped: dict[str, dict[str, Any]], given: Any) -> Any:
-    """Change what is given for a name, and keep what it leaves out; null removes the name."""
+    """Return the shipped values with the given changes. Fields that a change leaves out stay; null removes a
+    name."""
     if not isinstance(given, dict):
         return given
     merged: dict[Any, Any] = dict(shipped)
@@ -112,7 +114,7 @@ SHIPPED_PROFILES: Final[dict[str, dict[str, Any]]] = {
     "validator": {"cpu": 1.0, "gpus": 0, "max_concurrency": 10},
     "colocated": {"max_concurrency": 10},
 }
-"""`colocated` has no sizes of its own: those of its roles hold."""
+"""The settings of the shipped profiles. `colocated` has no sizes, because those of its roles apply."""
 
 
 def profiles_over_the_shipped(profiles: Any) -> Any:
@@ -120,4 +122,4 @@ def profiles_over_the_shipped(profiles: Any) -> Any:
 
 
 def shipped_profiles() -> dict[str, Profile]:
-    return {name: Profile(**given) for name, given in SHIPPED_PROFILES.items()}
+    return {name: Profile(**settings) for name, settings in SHIPPED_PROFILES.items()}

@@ -1,8 +1,9 @@
-"""Pydantic models made from the values that settings become.
+"""Makes pydantic models from the Structs of the settings.
 
-The service uses the values: frozen Structs, most of them of the core. Pydantic checks what the operator
-wrote, because it reports every wrong setting at once and knows the place of each. A model is made from the
-fields of its Struct and their marks (`core/domain/setting_marks.py`), so no setting is described twice.
+The service uses the settings as frozen Structs, most of them of the core. Pydantic checks the configuration
+that the operator wrote, because it reports every wrong setting at once and the place of each. A model is
+made from the fields of its Struct and their marks (`core/domain/setting_marks.py`), so no setting is
+described twice.
 """
 
 import contextlib
@@ -37,12 +38,13 @@ WRITTEN_AS: Final = {
     "_seconds": "a number of seconds or a duration such as 15m or 7d",
     **dict.fromkeys(_PRIORITIES, PRIORITIES_IN_WORDS),
 }
-"""End of a setting's name -> what may be written for a number."""
+"""The texts about what may be written for a number, by the end of the setting's name."""
 
 
 def as_number(name: str, value: Any) -> Any:
-    """Return `16GiB`, `7d` or `batch` as the number that the setting's name asks for; in a mapping each of
-    its values. Any other value stays, and is refused where the setting's type is known."""
+    """Return `16GiB`, `7d` or `batch` as a number in the unit of the setting's name. In a mapping, each
+    value is converted. Any other value is returned unchanged, and is refused where the setting's type is
+    known."""
     if isinstance(value, dict):
         return {
             key: as_number(name, number) if isinstance(number, str) else number
@@ -72,7 +74,7 @@ class WithUnits(BaseModel):
 
 
 class Section(WithUnits):
-    # A section is only checked as a part of the whole, which contains its schema.
+    # A section is checked only as a part of all settings, whose schema contains that of the section.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
@@ -85,13 +87,14 @@ class _Setting(NamedTuple):
 
 
 def model_of(kind: Any, base: type[BaseModel] = Section) -> type[BaseModel]:
-    """Return the model that checks what is written for a value of this Struct."""
+    """Return the model that checks the configuration of a value of this Struct."""
     return _model_of(kind, base, named=False)
 
 
 @cache
 def _model_of(kind: Any, base: type[BaseModel], *, named: bool) -> type[BaseModel]:
-    """`named`: True if the name is written before the value, so that it is not a setting of the section."""
+    """Return the model of a Struct. `named` is True if the name is the key of the value, so that it is no
+    setting of the section."""
     written: dict[str, Any] = {
         setting.name: (
             setting.annotation,
@@ -104,8 +107,8 @@ def _model_of(kind: Any, base: type[BaseModel], *, named: bool) -> type[BaseMode
 
 
 def value_of(kind: Any, model: BaseModel, **more: Any) -> Any:
-    """Make the value that a checked model describes. Raises ValueError if the settings contradict each other.
-    A kind with a method `check_given` is told which settings were given."""
+    """Return the value that a checked model describes. If the kind has a method `check_given`, it is called
+    with the names of the given settings. Raises ValueError if the settings contradict each other."""
     names = {setting.name: setting.field for setting in _settings_of(kind)}
     given = {names[setting]: getattr(model, setting) for setting in model.model_fields_set}
     value = kind(**given, **more)
@@ -117,13 +120,13 @@ def value_of(kind: Any, model: BaseModel, **more: Any) -> Any:
 @cache
 def _settings_of(kind: Any) -> tuple[_Setting, ...]:
     hints = get_type_hints(kind, include_extras=True)
-    found = []
+    settings = []
     for field in fields(kind):
         hint, marks = hints[field.name], _marks_of(hints[field.name])
         if "elsewhere" not in marks:
             name = marks.get("name") or (f"{field.name}_percent" if "percent" in marks else field.name)
-            found.append(_Setting(name, field.name, _written(hint), field.required))
-    return tuple(found)
+            settings.append(_Setting(name, field.name, _written(hint), field.required))
+    return tuple(settings)
 
 
 def _marks_of(hint: Any) -> dict[str, Any]:
@@ -132,7 +135,7 @@ def _marks_of(hint: Any) -> dict[str, Any]:
 
 
 def _written(hint: Any) -> Any:
-    """Return the annotation with which pydantic checks what is written for a value of this type."""
+    """Return the annotation with which pydantic checks the configuration of a value of this type."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _marked(hint)
@@ -206,7 +209,8 @@ def _named(values: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _pairs(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return pairs sorted by name. Several values of one name are a set, so these are sorted too."""
+    """Return pairs of name and value, sorted by name. Several values of one name are a set, so these are
+    sorted too."""
     return tuple(
         (name, tuple(sorted(value)) if isinstance(value, tuple) else value)
         for name, value in sorted(values.items())
@@ -220,7 +224,7 @@ def _alone(key: str, value: Any, types: Any = int | float | str) -> Any:
 
 
 def _comma_separated(value: Any) -> Any:
-    """Split one text at its commas: a list from the environment is written so."""
+    """Return a text as a list, split at its commas, because a list in the environment is written so."""
     if not isinstance(value, str):
         return value
     return [word.strip() for word in value.split(",") if word.strip()]

@@ -1,4 +1,4 @@
-"""The settings of servers of models. config.example.yaml explains each setting."""
+"""The settings of model servers. config.example.yaml explains each setting."""
 
 import re
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ Url = Annotated[str, check(_is_an_address)]
 
 _RULES = ServerRules("", "")
 _LANE = LaneRules()
-"""The core's values are the defaults."""
+"""The core's rules, whose values are the defaults of settings."""
 
 
 class ServerConnections(Struct, frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ class TritonSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def managed(self) -> tuple[TritonServerSettings, ...]:
-        """The servers with a node: the leader loads and unloads their models."""
+        """The servers with a node. The leader loads and unloads their models."""
         return tuple(server for server in self.servers if server.node)
 
     @property

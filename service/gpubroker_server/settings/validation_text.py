@@ -1,5 +1,4 @@
-"""Puts what pydantic finds wrong into the words of users: a person who writes YAML or JSON knows no
-"parsing"."""
+"""Turns the faults that pydantic finds into messages for people who write YAML or JSON."""
 
 from typing import Any
 
@@ -7,7 +6,7 @@ from pydantic_core import ErrorDetails
 
 
 def text_of(found: ErrorDetails) -> str:
-    """Return the sentence about what the value must be, without the value itself."""
+    """Return a message that says what the value must be, without the value itself."""
     bounds = found.get("ctx", {})
     match found["type"]:
         case "int_type" | "int_parsing" | "int_from_float" | "int_parsing_size":

@@ -1,4 +1,4 @@
-"""Reads the metrics of a scrape, and writes them with Prometheus's library."""
+"""The metrics of a scrape as values, and their text, which Prometheus's library writes."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,17 +13,17 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 LabelNames = tuple[str, ...]
 Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Values of the labels, and the value."""
+"""Pairs of the values of the labels and the value of the metric."""
 
 
 class Metric(NamedTuple):
-    """Read in full when it is made, so that another thread may write it."""
+    """A metric with all its values, so that another thread may write it."""
 
     name: str
     about: str
     kind: str
     parts: Sequence[tuple[str, LabelNames, Sequence[tuple[tuple[str, ...], float]]]]
-    """(what is added to the name, labels, samples)"""
+    """(the suffix of the name, the labels, the samples)"""
 
 
 def gauge(name: str, about: str, labels: LabelNames, samples: Samples) -> Metric:
@@ -31,7 +31,7 @@ def gauge(name: str, about: str, labels: LabelNames, samples: Samples) -> Metric
 
 
 def counter(name: str, about: str, labels: LabelNames, samples: Samples) -> Metric:
-    """Return a counter, to whose name `_total` is added."""
+    """Return a counter. `_total` is appended to its name."""
     return Metric(name, about, "counter", (("_total", labels, tuple(samples)),))
 
 
@@ -40,7 +40,7 @@ class Buckets(NamedTuple):
 
     labels: tuple[str, ...]
     counts: Sequence[int]
-    """The number of values not above each bound; the last is the number of all."""
+    """The number of values that are not above each bound. The last one is the number of all values."""
     total: float
 
 
@@ -65,9 +65,9 @@ _DURATION_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 
 
 class DurationCollector:
-    """Count durations in a histogram, from one event loop.
+    """Counts durations in a histogram. All calls must come from one event loop.
 
-    A request pays a tenth of what the library's histogram takes, because there are no locks.
+    Counting takes a tenth of the time of the library's histogram, because there are no locks.
     """
 
     def __init__(self, name: str, about: str, labels: LabelNames) -> None:
@@ -75,7 +75,8 @@ class DurationCollector:
         self._about = about
         self._labels = labels
         self._counts: dict[tuple[str | int, ...], list[int]] = {}
-        """Counts per bucket, the last for longer durations, by values of the labels."""
+        """The counts of each bucket, the last of which is for longer durations, by the values of the
+        labels."""
         self._seconds: dict[tuple[str | int, ...], float] = {}
 
     def note(self, key: tuple[str | int, ...], seconds: float) -> None:
@@ -87,17 +88,17 @@ class DurationCollector:
         self._seconds[key] += seconds
 
     def metric(self) -> Metric:
-        found = [
+        series = [
             Buckets(tuple(map(str, key)), tuple(accumulate(counts)), self._seconds[key])
             for key, counts in self._counts.items()
         ]
-        return histogram(self._name, self._about, self._labels, _DURATION_BOUNDS, found)
+        return histogram(self._name, self._about, self._labels, _DURATION_BOUNDS, series)
 
 
 def text_of(metrics: Sequence[Metric]) -> bytes:
-    """Write the metrics as Prometheus reads them.
+    """Return the metrics in Prometheus's text format.
 
-    That takes most of a second for a large fleet: it runs on a thread, so that the gateway answers meanwhile.
+    This takes most of a second for a large fleet, so call it in a thread.
     """
     registry = CollectorRegistry()
     registry.register(_Read(metrics))

@@ -1,4 +1,4 @@
-"""Metrics of what fleet control finds, as the leader published it last, and for autoscalers."""
+"""Metrics of fleet control, as the leader last published its results, and metrics for autoscalers."""
 
 from collections.abc import Callable
 from typing import Final
@@ -20,7 +20,7 @@ def _seen(
     *,
     is_counter: bool = False,
 ) -> MetricRow:
-    """Make a metric of the fleet. It is left out before a leader has looked."""
+    """Return a metric of the fleet. It is left out before a leader has examined the fleet."""
 
     def samples(scrape: Scrape) -> Samples | None:
         return None if scrape.fleet is None else read(scrape.fleet, scrape)
@@ -45,7 +45,7 @@ def _background_shares(seen: FleetSeen, _scrape: Scrape) -> Samples:
 
 
 def _pressures(seen: FleetSeen) -> list[str]:
-    """The measures that are shown; of those of single tenants not all."""
+    """Return the measures that are shown. Of those of single tenants, these are at most MOST_TENANTS."""
     known = sorted({pressure.name for pressure in seen.pressures} | seen.pressure_values.keys())
     of_tenants = [name for name in known if ":" in name]
     return [name for name in known if ":" not in name] + of_tenants[:MOST_TENANTS]
@@ -164,7 +164,7 @@ LOOKED: Final = (
         is_counter=True,
     ),
 )
-"""Metrics whose values are known once a leader has looked."""
+"""The metrics whose values are known once a leader has examined the fleet."""
 
 FOR_AUTOSCALERS: Final = (
     MetricRow(

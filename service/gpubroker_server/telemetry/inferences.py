@@ -1,4 +1,5 @@
-"""Metrics of queued inferences, read at scrape. No model is a label: the names come from clients."""
+"""Metrics of queued inferences, which are read at a scrape. No model is a label, because names of models
+come from clients."""
 
 from typing import Final
 
@@ -40,6 +41,6 @@ METRICS: Final = (
 
 def wait_metric(world: World) -> Metric:
     answered = world.models.answered
-    found = Buckets((), answered.waits(), answered.waited_seconds)
+    buckets = Buckets((), answered.waits(), answered.waited_seconds)
     about = "Time until queued inferences were first sent to a model."
-    return histogram(WAIT_SECONDS, about, (), WAIT_BOUNDS, [found])
+    return histogram(WAIT_SECONDS, about, (), WAIT_BOUNDS, [buckets])

@@ -1,4 +1,4 @@
-"""The form of log lines, and the names of their fields."""
+"""The format of log lines, and the names of their fields."""
 
 import logging
 import re
@@ -70,7 +70,8 @@ def log_answered(
     client: str,
     **more: str,
 ) -> None:
-    """The line of the access log. `path`: without its query, which may hold what users call secret."""
+    """Write a line of the access log. `path` is without its query, because a query may contain secrets of
+    users."""
     _access.info(
         "answered",
         method=method, path=path, status=status, seconds=round(seconds, 4), token=token, tenant=tenant,
@@ -79,19 +80,19 @@ def log_answered(
 
 
 current_request: ContextVar[str] = ContextVar("current_request", default="")
-"""The id of the request that is being answered: all lines written meanwhile have it."""
+"""The id of the request that is being answered. All log lines of that time have it."""
 
 _is_quoted = re.compile("[ \t=\r\n\"']").search
 _SLOW: Final = frozenset({"exc_info", "exception", "stack", "stack_info"})
-"""Fields that structlog's own processors render."""
+"""The fields that structlog's own processors render."""
 
 
 class ConsoleLines:
-    """Renders the fields of a line as structlog's `ConsoleRenderer` does without colours, which takes ten
-    times as many calls and so was a third of what an accepted task took."""
+    """Renders the fields of a line as structlog's `ConsoleRenderer` does without colours. That renderer
+    takes ten times as many calls, which was a third of the time to accept a task."""
 
     def __init__(self) -> None:
-        # Tracebacks without local variables: those hold tokens and what users submit.
+        # Tracebacks are without local variables, because these contain tokens and submitted data.
         self._plain = structlog.dev.ConsoleRenderer(
             colors=False, exception_formatter=structlog.dev.plain_traceback
         )
@@ -133,7 +134,7 @@ _stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
 
 
 def _about_line(logger: Any, level: str, fields: EventDict) -> EventDict:
-    """Add what every line has: its request, level and time."""
+    """Add the fields that every line has: its request, level and time."""
     request = current_request.get()
     if request:
         fields.setdefault("request", request)
@@ -143,7 +144,7 @@ def _about_line(logger: Any, level: str, fields: EventDict) -> EventDict:
 
 class _Lines:
     """Writes each line with one call, so that lines of several threads do not mix. A line that cannot be
-    written is lost: the service goes on without a log when the disk is full."""
+    written is lost, so that the service goes on when the disk is full."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._write = stream.write
@@ -161,8 +162,8 @@ class _Lines:
 
 
 def configure_logs(level: str, form: Form, stream: IO[str] | None = None) -> None:
-    """Structured lines to a stream, or to stderr, from this process's own code and from the libraries it
-    uses."""
+    """Write the log lines of this process's own code and of its libraries as structured lines to a stream,
+    which is standard error by default."""
     stream = stream or sys.stderr
     render = JsonLines() if form == "json" else ConsoleLines()
     lines = _Lines(stream)

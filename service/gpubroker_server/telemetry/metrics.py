@@ -1,5 +1,6 @@
-"""The table of metrics: name, what it says, labels, and its reader. Durations are counted as they come; the
-rest is read at each scrape. No task is a label, and the cost of a scrape does not grow with the queue."""
+"""The table of metrics: the name, the meaning, the labels and the reader of each. Durations are counted as
+they occur; all other values are read at each scrape. No task is a label, and the cost of a scrape does not
+grow with the queue."""
 
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
@@ -95,7 +96,7 @@ def _used_byte_seconds(scrape: Scrape) -> Samples:
 
 
 def _of_leader(name: str, about: str, read: Callable[[LeaderSeen], float]) -> MetricRow:
-    """Make a metric of the leader. It is left out without a known leader."""
+    """Return a metric of the leader. It is left out if no leader is known."""
     return MetricRow(
         name, about, (), lambda scrape: None if scrape.leader is None else [((), read(scrape.leader))]
     )
@@ -116,7 +117,7 @@ def _of_log(name: str, about: str, read: Callable[[LogGrowth], float]) -> Metric
 
 
 def _of_lanes(name: str, about: str, column: int) -> MetricRow:
-    """Make a metric of lanes. Only models that are asked have one: their names come from clients."""
+    """Return a metric of lanes. Only models that requests name have a lane."""
 
     def samples(scrape: Scrape) -> Samples | None:
         return None if scrape.lanes is None else [((row[0],), float(row[column])) for row in scrape.lanes]
@@ -125,7 +126,8 @@ def _of_lanes(name: str, about: str, column: int) -> MetricRow:
 
 
 def _of_server(row: ServerRow) -> Iterable[tuple[tuple[str, str], bool, int]]:
-    """Yield each protocol of a model server: its labels, whether it is used, number of faults."""
+    """Yield the labels of each protocol of a model server, True if the protocol is used, and its number of
+    faults."""
     return (((row.name, protocol), up, faults) for protocol, up, faults in row.ways)
 
 
@@ -390,11 +392,11 @@ HISTOGRAMS: Final[Mapping[str, tuple[str, ...]]] = {
     WAIT_SECONDS: (),
     inferences.WAIT_SECONDS: (),
 }
-"""Name and labels; they are counted as they come."""
+"""The labels of each histogram, by its name."""
 
 
 class Telemetry:
-    """The metrics of one app. Two apps in one process do not mix their figures."""
+    """The metrics of one app. Two apps in one process have separate values."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
@@ -412,7 +414,7 @@ class Telemetry:
         self._note_request, self._note_call, self._note_wait = requests.note, calls.note, waits.note
 
     def note_held_back(self, held_back: HeldBack | None) -> None:
-        """Call it before a scrape, which does not wait."""
+        """Set the values of the database for the next scrape, which does not wait for the database."""
         self._held_back = held_back
 
     def on_request(self, method: str, route: str, status: int, seconds: float) -> None:

@@ -15,7 +15,8 @@ _DISK = ("hostname", "path")
 
 
 def _ready(scrape: Scrape) -> Samples | None:
-    """The leader alone hears the nodes: without one nothing is claimed about them."""
+    """Return for each node whether it is heard; None without a leader, because only the leader hears the
+    nodes."""
     leader = scrape.leader
     if leader is None:
         return None

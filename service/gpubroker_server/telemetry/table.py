@@ -1,4 +1,4 @@
-"""A row of the table of metrics, and what its reader reads at a scrape."""
+"""The rows of the table of metrics, and the values that their readers use at a scrape."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -26,12 +26,13 @@ from gpubroker_server.ports.store import HeldBack
 from gpubroker_server.telemetry.exposition import LabelNames, Metric, Samples, counter, gauge
 
 GPU = ("gpu", "UUID", "hostname")
-"""The spelling of dcgm-exporter, so that both join on UUID without relabelling."""
+"""The labels of a GPU. They are spelled as by dcgm-exporter, so that metrics of both join on UUID without
+relabelling."""
 MOST_TENANTS = 100
-"""Metrics show the tenants that hold most; GET /tenants shows all."""
+"""The number of tenants that metrics show, which are those that hold most. GET /tenants shows all."""
 
 LaneRow = tuple[str, int, int, int]
-"""Model, its slots, requests that have one, requests that wait."""
+"""(the model, its slots, the requests that have a slot, the requests that wait for one)"""
 
 
 class ServerRow(NamedTuple):
@@ -39,7 +40,7 @@ class ServerRow(NamedTuple):
 
     name: str
     ways: Sequence[tuple[str, bool, int]]
-    """Protocol, whether it is used, number of faults."""
+    """(the protocol, True if it is used, the number of its faults)"""
     in_flight: int
     passed_on: int
 
@@ -50,7 +51,7 @@ class Sources(Struct, frozen=True):
     world: World
     age_seconds: Callable[[], float]
     leader: Callable[[], LeaderSeen | None]
-    """Returns the leader as it last published itself, in any process: every gateway shows the same."""
+    """Returns the status that the leader last published, so that every gateway shows equal values."""
     policy: Policy
     now: Callable[[], Instant]
     fragmentation: Callable[[], tuple[Fragmentation, Scattered | None]]
@@ -78,7 +79,7 @@ class Scrape:
 
     @property
     def fleet(self) -> FleetSeen | None:
-        """The fleet; None before a leader has looked."""
+        """The state of the fleet; None before a leader has examined it."""
         return None if self.leader is None else self.leader.fleet
 
     @cached_property
@@ -88,12 +89,12 @@ class Scrape:
 
     @cached_property
     def offered(self) -> list[tuple[tuple[str, ...], DeviceKey]]:
-        """The devices that tasks may get."""
+        """The devices that are offered to tasks, each with the label values of GPU."""
         return [(labels, ledger.device.key) for labels, ledger in self.ledgers if ledger.device.offers]
 
     @cached_property
     def fresh_nodes(self) -> list[NodeSample]:
-        """The samples of the nodes that were measured lately."""
+        """The samples of nodes that are not stale."""
         period_seconds = self.policy.sample_period_seconds
         samples = (sample for _, sample in sorted(self.world.node_samples.items()))
         return [sample for sample in samples if not sample.is_stale(self.now, period_seconds)]
@@ -125,14 +126,14 @@ class Scrape:
 
 
 class MetricRow(NamedTuple):
-    """One metric. It is left out where `read` returns None."""
+    """A metric. It is left out of a scrape if `read` returns None."""
 
     name: str
     about: str
     labels: LabelNames
     read: Callable[[Scrape], Samples | None]
     is_counter: bool = False
-    """True for a counter. Its name ends with `_total`, which is added when it is written."""
+    """True for a counter. `_total` is appended to its name when it is written."""
 
     def metric(self, scrape: Scrape) -> Metric | None:
         samples = self.read(scrape)
@@ -149,5 +150,5 @@ def a_counter(
 
 
 def gpu_labels(device: Device) -> tuple[str, ...]:
-    """Return the values of GPU."""
+    """Return the label values of GPU for a device."""
     return str(device.index), device.uuid, device.node

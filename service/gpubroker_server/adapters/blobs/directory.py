@@ -1,4 +1,4 @@
-"""Objects as files below one directory: `ab/cd/abcd…`, named by the sha256 of their bytes."""
+"""Blobs as files below one directory. The path of a file is `ab/cd/abcd…`, after the sha256 of its bytes."""
 
 import asyncio
 import errno
@@ -31,14 +31,14 @@ _MOST_BYTES = ServiceLimits().result_bytes
 _ASKED_AT_ONCE = 500
 _UPLOAD = re.compile("[A-Za-z0-9_-]{1,200}")
 _PUT_AGAIN = 0o400
-"""The mode of a file that was put more than once: rows that are on their way may name it."""
+"""The mode of a file that was put more than once. Rows that are not committed yet may name it."""
 
 Referenced = Callable[[Sequence[str]], Awaitable[Collection[str]]]
-"""Returns those of these digests that a row names."""
+"""Returns those of the given digests that a row names."""
 
 
 class DirectoryBlobs:
-    """A BlobStore. A file is complete and synced under its name, or it is not there under its name."""
+    """A BlobStore. Under the name of a blob there is either a complete and synced file or none."""
 
     def __init__(self, root: Path, max_bytes: int = _MOST_BYTES) -> None:
         self._root = root
@@ -84,21 +84,21 @@ class DirectoryBlobs:
                 raise BlobMissing(f"no upload has the name {upload}") from None
 
     async def discard(self, upload: str) -> None:
-        """Nothing happens if it has no parts."""
+        """Delete the parts of an upload, if there are any."""
         path = self._upload(upload)
         with self._reachable("deleted"):
             await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def delete(self, digest: str) -> None:
-        """Delete the object only if it was put once, so that no row but the one that named it is on its
-        way."""
+        """Delete the blob if it was put only once, so that no other row that names it can be on its way."""
         path = self._path(digest)
         with self._reachable("deleted"):
             await asyncio.to_thread(self._drop, path, _was_put_once)
 
     @contextmanager
     def _reachable(self, action: str) -> Iterator[None]:
-        """A full disk, a lost mount or missing access may be temporary, so the caller may try again."""
+        """Turn an OSError into StoreUnavailable: a full disk, a lost mount or missing access may be
+        temporary, so the caller may try again."""
         try:
             yield
         except OSError as error:
@@ -117,10 +117,11 @@ class DirectoryBlobs:
         every_seconds: Seconds = Seconds(900.0),
         age_seconds: Seconds = Seconds(3600.0),
     ) -> None:
-        """Sweep again and again, until cancelled. Nothing is swept while the database or the disk is away.
+        """Sweep at intervals until cancelled. Nothing is swept while the database or the disk cannot be
+        reached.
 
-        `may_prune`: whether the age of files may be told by this machine's wall clock. After a jump ahead,
-        files whose rows are on their way would count as old.
+        `may_prune` returns True if this machine's wall clock can be trusted for the age of files. After a
+        jump ahead, files whose rows are not committed yet would count as old.
         """
         while True:
             await asyncio.sleep(every_seconds)
@@ -132,9 +133,9 @@ class DirectoryBlobs:
                 log.warning("objects not swept; trying again later", fault=str(fault))
 
     async def sweep(self, referenced: Referenced, *, age_seconds: Seconds) -> int:
-        """Delete objects that no row names, if they were put at least so long ago; returns how many.
+        """Delete blobs that no row names and that were put at least `age_seconds` ago. Returns their number.
 
-        The row of a younger one may still be on its way. A file that cannot be deleted is skipped.
+        The row of a younger blob may not be committed yet. A file that cannot be deleted is skipped.
         """
         before = time.time() - age_seconds
 
@@ -158,10 +159,11 @@ class DirectoryBlobs:
                     if len(path.name) == _DIGEST_LENGTH and not path.name.startswith("."):
                         yield path.name
                     else:
-                        path.unlink()  # of a write that was interrupted
+                        path.unlink()  # the file is left from an interrupted write
 
     def _drop(self, path: Path, may_go: Callable[[os.stat_result], bool]) -> bool:
-        """Rename it first: if it was put again meanwhile, it shows that, and is renamed back."""
+        """Delete a file if `may_go` allows it, and return True if it was deleted. The file is renamed first
+        and checked again: if it was put again meanwhile, it is renamed back."""
         moved_path = path.with_name(f".old-{path.name}")
         try:
             if not may_go(path.stat()):
@@ -180,7 +182,7 @@ class DirectoryBlobs:
         path = self._path(digest)
         if not self._holds(path, data):
             self._write(path, data)
-        # Also if it was there: the earlier write may not have come this far.
+        # This is needed for an existing file too, because its write may have been interrupted before.
         self._sync_folders(path)
         return digest
 
@@ -199,7 +201,8 @@ class DirectoryBlobs:
             raise
 
     def _holds(self, path: Path, data: bytes) -> bool:
-        """Return True if the blob is there undamaged. The file then shows that it was put again, and when."""
+        """Return True if the file has these bytes. Its mode then shows that it was put again, and its time
+        shows when."""
         try:
             if path.read_bytes() != data:
                 return False
@@ -223,7 +226,7 @@ class DirectoryBlobs:
     def _append_now(self, path: Path, first_byte: int, data: bytes) -> int:
         self._make_folders(path)
         if not first_byte:
-            path.unlink(missing_ok=True)  # a crash may have left it with a name of its own
+            path.unlink(missing_ok=True)  # after a crash, the blob may have both names
         with path.open("ab") as file:
             end_byte = file.tell()
             if end_byte == first_byte:
@@ -245,7 +248,8 @@ class DirectoryBlobs:
         self._sync_folders(path)
 
     def _upload(self, name: str) -> Path:
-        """Among objects, where sweeps find those that were left."""
+        """Return the path of an upload. It is in a folder of blobs, where sweeps find uploads that were
+        left."""
         if not _UPLOAD.fullmatch(name):
             raise ValueError(f"{name!r} cannot name a file")
         return self._root / "up" / "lo" / f".new-{name}"
@@ -265,8 +269,8 @@ class DirectoryBlobs:
 
 
 def copy_objects(source: Path, target: Path, digests: Iterable[str]) -> frozenset[str]:
-    """Copy objects to `target` and read each back. Return those that `source` lacks or has damaged. Raises
-    OSError."""
+    """Copy blobs to `target` and read each one back. Returns the digests of those that are missing or
+    damaged in `source`. Raises OSError."""
     source_blobs, target_blobs = DirectoryBlobs(source), DirectoryBlobs(target)
     lost = set()
     for digest in digests:
@@ -283,7 +287,8 @@ def _was_put_once(file: os.stat_result) -> bool:
 
 
 def _give_name(file: Path, path: Path) -> None:
-    """Instead of the file that has it, if there is one."""
+    """Move a file to a path. If there is a file already, it is replaced by one that is marked as put
+    again."""
     try:
         os.link(file, path)
     except FileExistsError:
@@ -298,13 +303,13 @@ def _skipping_faults(name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        pass  # another process was quicker
+        pass  # another process has deleted the file
     except OSError as error:
         log.warning("object cannot be swept", digest=name, fault=str(error))
 
 
 def sync_folder(folder: Path) -> None:
-    """Afterwards the list of its files is on disk."""
+    """Sync a folder, so that the names of its files are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,5 @@
-"""Measures the devices of a machine, each GPU in a thread of its own: one that hangs holds up no other."""
+"""Measures the devices of a machine. Each GPU has its own thread, so that a GPU that hangs delays no
+other."""
 
 import asyncio
 import time
@@ -22,13 +23,14 @@ from gpubroker_server.ports.devices import (
 
 MEASURE_SECONDS = 30.0
 STRAGGLER_SECONDS = 2.0
-"""Samples of other devices wait no longer for one that does not answer. Three of the usual periods make a
-sample too old to plan by."""
+"""The longest wait of the other devices' samples for a device that does not answer. A sample is too old to
+plan by after three of the usual periods."""
 RESTART_SECONDS = 60.0
-"""If no device has answered for so long, the driver's library is started anew: some GPUs are back for new
-processes only, and their number is that of the first start."""
+"""The time without an answer of any device after which the driver's library is started again. After a fault,
+some GPUs are visible only to a new start of the library, and it counts the GPUs only then."""
 SILENT_SECONDS = 30.0
-"""A device that could not be measured for so long is reported, and no run that has ended waits for it."""
+"""The time after which a device that cannot be measured is reported. Runs that have ended do not wait for it
+any longer."""
 
 Holders = Mapping[str, ProcessGroup]
 
@@ -41,34 +43,36 @@ class Inventory(Struct, frozen=True):
     devices: tuple[ReportedDevice, ...]
     """The devices of the machine, without lost ones."""
     faults: tuple[tuple[str, str], ...]
-    """(UUID, or the device's usual name while its UUID is unknown; why the device cannot be used)"""
+    """The UUID of each device that cannot be used, or its name while its UUID is unknown, and the reason."""
     complete: bool
-    """True if every GPU has been read or is lost, so that a device that is not in the list is not in use."""
+    """True if every GPU has been read or is lost. A device that is not in the list is then not in use."""
     absence: str = ""
-    """Why the machine shows no GPU at all; empty if it shows one, or if that is a fault."""
+    """The reason why the machine shows no GPU at all; empty if it shows one, or if their absence is a
+    fault."""
 
 
 class GpuThread:
-    """One probe, its thread, and what was last read."""
+    """A probe with its thread and the values that were last read."""
 
     def __init__(self, probe: DeviceProbe) -> None:
         self.devices: tuple[ReportedDevice, ...] | None = None
-        """None before the first answer; empty while lost."""
+        """The devices of the probe; None before the first answer, and empty while they are lost."""
         self.is_lost = False
         self.absence = ""
-        """Why there is no device, if the machine shows none."""
+        """The reason why there is no device; empty if there is one."""
         self.health: dict[str, GpuHealth] = {}
-        """UUID -> health as last read, of the GPUs that answer now."""
+        """The health of the GPUs that answer now, as last read, by UUID."""
         self.found: Sequence[DeviceProbe] | None = None
-        """The devices that are to be asked instead."""
+        """The probes that replace this one, once the driver has found devices."""
         self._probe = probe
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=probe.name)
         self._began: float | None = None
-        """When the call began that is under way."""
+        """The time when the present call began; None between calls."""
         self._names: tuple[str, ...] = (probe.name,)
-        """The names of the device in faults: the UUIDs if they are known."""
+        """The names by which faults name the devices: their UUIDs, or the name of the probe while these are
+        unknown."""
         self._silent: dict[str, tuple[str, float]] = {}
-        """Device that cannot be measured -> (reason, since when)."""
+        """The devices that cannot be measured, each with the reason and the time since when."""
 
     @property
     def is_new(self) -> bool:
@@ -85,12 +89,12 @@ class GpuThread:
 
     @property
     def hangs(self) -> bool:
-        """A question would wait behind one that is not answered."""
-        began = self._began  # its thread may set it back at any moment
+        """True if a new question would wait behind one that has no answer for STRAGGLER_SECONDS."""
+        began = self._began  # read once, because the thread may set it to None at any moment
         return began is not None and time.monotonic() - began > STRAGGLER_SECONDS
 
     async def measure(self, holders: Holders) -> list[MeasuredDevice]:
-        """Empty if it cannot be measured."""
+        """Return the measured devices; empty if they cannot be measured."""
         try:
             read = await asyncio.get_running_loop().run_in_executor(self._thread, self._read, holders)
         except DeviceLost as lost:
@@ -121,7 +125,8 @@ class GpuThread:
         self._note(self._names, "the driver does not answer")
 
     def faults(self) -> Iterator[tuple[str, str]]:
-        """A device that was measured before may fail once without being reported."""
+        """Yield the devices that cannot be used, each with the reason. A device that was measured before is
+        reported only after SILENT_SECONDS."""
         if self.absence:
             return
         at_once = self.devices is None or self.is_lost
@@ -130,7 +135,8 @@ class GpuThread:
                 yield name, fault
 
     def awaited(self) -> set[str]:
-        """The devices of which a measurement is soon to be had; the empty name for any that is unknown."""
+        """Return the UUIDs of the devices of which a measurement is expected soon. The empty name stands for
+        unknown devices."""
         if self.devices is None:
             return {""} if all(map(self._is_awaited, self._names)) else set()
         return {device.uuid for device in self.devices if self._is_awaited(device.uuid)}
@@ -154,21 +160,22 @@ class GpuThread:
 
 
 class DeviceMeter:
-    """All devices of a machine. It has one thread per GPU, and one more, however many calls hang."""
+    """Measures all devices of a machine. It has one thread per GPU and one more, however many calls hang."""
 
     def __init__(
         self, probes: Sequence[DeviceProbe], restart: Callable[[], Sequence[DeviceProbe]] | None = None
     ) -> None:
-        """`restart` starts the driver's library anew and returns what there is then. It may hang."""
+        """`restart` starts the driver's library again and returns the probes that it then has. It may
+        hang."""
         self._gpus = list(map(GpuThread, probes))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="meter")
         self._restart = restart
         self._restarting: Future[Sequence[DeviceProbe]] | None = None
         self._out_since: float | None = None
-        """The time since which no device answers."""
+        """The time since when no device answers; None while one does."""
 
     def inventory(self) -> Inventory:
-        """Return the devices as last measured. MIG instances are numbered after all GPUs."""
+        """Return the devices as last measured. MIG instances get the indexes after those of all GPUs."""
         devices = [device for gpu in self._gpus for device in gpu.devices or ()]
         whole = [device for device in devices if device.simulated or not device.parent]
         parts = [device for device in devices if device.parent and not device.simulated]
@@ -179,7 +186,7 @@ class DeviceMeter:
         return Inventory((*whole, *numbered), tuple(faults), complete, absence)
 
     def health(self) -> dict[str, GpuHealth]:
-        """Return the health of the GPUs that were measured the last time, by UUID."""
+        """Return the health of the GPUs that answered the last measurement, by UUID."""
         return {uuid: health for gpu in self._gpus for uuid, health in gpu.health.items()}
 
     async def measure(
@@ -188,11 +195,12 @@ class DeviceMeter:
         needed: Collection[str] = (),
         timeout_seconds: float = MEASURE_SECONDS,
     ) -> Sequence[MeasuredDevice]:
-        """`holders` is called in a thread. Devices that do not answer are left out.
+        """Measure all devices; those that do not answer are left out. `holders` is called in a thread.
 
-        Waits longer for the `needed` UUIDs, and for GPUs that are asked for the first time.
+        This waits longer for the devices in `needed`, and for GPUs that are asked for the first time.
 
-        Raises TimeoutError, and NotMeasured if a needed one is in this machine and was not silent for long.
+        Raises TimeoutError, and NotMeasured if a needed device of this machine did not answer and has not
+        been silent for SILENT_SECONDS.
         """
         if any(gpu.found is not None for gpu in self._gpus):
             self._gpus = [new for gpu in self._gpus for new in _instead(gpu)]
@@ -218,7 +226,8 @@ class DeviceMeter:
         return measured
 
     async def _start_anew(self) -> None:
-        """Start the library anew if no device has answered for long: nothing is lost by it then."""
+        """Start the library again if no device has answered for RESTART_SECONDS. No measurement is lost by
+        that."""
         if self._restart is None or not self._gpus or not all(gpu.is_out for gpu in self._gpus):
             self._out_since = None
             return

@@ -1,4 +1,4 @@
-"""GPUs through NVIDIA's management library, and how much of them each process group uses."""
+"""Reads GPUs through NVIDIA's management library, and attributes their use to process groups."""
 
 import contextlib
 import json
@@ -36,18 +36,18 @@ from gpubroker_server.ports.devices import (
 )
 
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-"""The one that Linux starts with; its number is fixed (PROC_PID_INIT_INO)."""
-
+"""The first pid namespace of Linux, whose number is fixed (PROC_PID_INIT_INO)."""
 
 START_SECONDS = 10.0
-"""A node waits at most this long for its driver, and then goes on without GPUs until the driver has
+"""The longest wait of a node for its driver. After it the node goes on without GPUs until the driver has
 started."""
 ASK_AGAIN_SECONDS = 60.0
-"""After this time, the probe asks the driver again for what it refused or did not show."""
+"""The time after which the driver is asked again for a value or a GPU that it did not provide."""
 SHARED_PART = 0.9
-"""The part of the machine's memory that a GPU without memory of its own offers. The rest is the system's."""
+"""The share of the machine's memory that a GPU without memory of its own offers. The rest is for the
+system."""
 MOST_ERRORS = 100
-"""The most critical errors that one look takes over from the driver."""
+"""The most critical errors that one measurement reads from the driver."""
 
 _RECOVERY = {
     0: "",
@@ -55,19 +55,20 @@ _RECOVERY = {
     2: "reboot",
     3: "",  # to end peer-to-peer traffic: other work goes on
     4: "drain and reset",
-    5: "",  # of the fabric's management
+    5: "",  # to recover the fabric: this is for its own management
     6: "bus reset",
     7: "reboot",
 }
-"""NVML_GPU_RECOVERY_ACTION_*; what is not listed is unknown."""
+"""The recovery action for each value of NVML_GPU_RECOVERY_ACTION_*. Other values are unknown."""
 
 NODE_GPUS = "GPUBROKER_NODE_GPUS"
-"""A variable in the environment of a node that shares its machine with others: JSON, the indexes of its GPUs,
-or [UUID, index, MiB] of each simulated one."""
+"""An environment variable of a node that shares its machine with other nodes. Its value is a JSON list with
+the index of each of its GPUs, or [UUID, index, MiB] of each simulated one."""
 
 
 class GpuChoice(NamedTuple):
-    """The GPUs that may be used, as in CUDA_VISIBLE_DEVICES, and what says so."""
+    """The GPUs that may be used, as in CUDA_VISIBLE_DEVICES, and the name of the setting or variable that
+    says so."""
 
     words: str
     by: str
@@ -79,10 +80,13 @@ def find_probes(
     choice: GpuChoice | None = None,
     shared_mb: Mib | None = None,
 ) -> Sequence[DeviceProbe]:
-    """Return a probe of simulated devices if the configuration has a list of them (even an empty one), else
-    of each GPU that the `choice` leaves; without a GPU, one that asks the driver again. What NODE_GPUS says
-    (`own`) goes before the configuration and the choice. `shared_mb`: the size of a GPU that has no memory of
-    its own; None: SHARED_PART of the machine's."""
+    """Return the probes of this node's devices.
+
+    `own` is the value of NODE_GPUS, which takes precedence over the configuration and the choice. Otherwise
+    there is one probe of the simulated devices if the configuration lists these (even an empty list), or
+    else one probe for each GPU that the `choice` names. Without a GPU, the only probe is one that asks the
+    driver again. `shared_mb` is the size of a GPU that has no memory of its own; None means SHARED_PART of
+    the machine's memory."""
     if own is not None:
         given = json.loads(own)
         indexes = [gpu for gpu in given if isinstance(gpu, int)]
@@ -106,7 +110,7 @@ def find_probes(
 
 
 def restart_driver(choice: GpuChoice | None, shared_mb: Mib | None) -> Sequence[DeviceProbe]:
-    """Start the library anew and return what there is then. Only while nothing uses it."""
+    """Start the library again and return its probes. Call this only while nothing uses the library."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -145,7 +149,7 @@ def _start_driver(choice: GpuChoice | None, shared_mb: Mib | None) -> Sequence[D
 
 
 def _chosen(nvml: Any, count: int, choice: GpuChoice | None) -> list[VisibleGpu]:
-    """Return the GPUs of the choice. Raises NamedTwice."""
+    """Return the GPUs that the choice names, or all GPUs without a choice. Raises NamedTwice."""
     if choice is None:
         return [VisibleGpu(index) for index in range(count)]
     try:
@@ -156,7 +160,7 @@ def _chosen(nvml: Any, count: int, choice: GpuChoice | None) -> list[VisibleGpu]
 
 
 def _names_of(nvml: Any, index: int) -> GpuNames:
-    """The names are empty if the GPU does not answer."""
+    """Return the UUIDs of a GPU and its instances. They are empty if the GPU does not answer."""
     try:
         probe = NvmlProbe(nvml, index)
         whole = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -166,7 +170,8 @@ def _names_of(nvml: Any, index: int) -> GpuNames:
 
 
 def _count_gpus(nvml: Any) -> int:
-    """Start the driver and return the number of its GPUs. It is stopped again if it cannot tell."""
+    """Start the library and return the number of GPUs. The library is stopped again if it cannot count
+    them."""
     nvml.nvmlInit()
     try:
         return int(nvml.nvmlDeviceGetCount())
@@ -176,10 +181,11 @@ def _count_gpus(nvml: Any) -> int:
 
 
 def gpus_to_share(wanted: str | None = None) -> list[tuple[int, str]]:
-    """(index, UUID) of each whole GPU. `wanted`: as in CUDA_VISIBLE_DEVICES, in this order.
+    """Return the index and the UUID of each whole GPU, or of those that `wanted` names, in its order.
+    `wanted` has the form of CUDA_VISIBLE_DEVICES.
 
-    Empty without an NVIDIA driver. Raises RuntimeError if a GPU does not answer, ValueError for an instance
-    or a GPU that is named twice.
+    Returns nothing without an NVIDIA driver. Raises RuntimeError if a GPU does not answer, and ValueError
+    for an instance or a GPU that is named twice.
     """
     import pynvml
 
@@ -194,16 +200,16 @@ def gpus_to_share(wanted: str | None = None) -> list[tuple[int, str]]:
     if wanted is None:
         return list(enumerate(uuids))
     try:
-        found = visible_gpus(wanted, [GpuNames(uuid) for uuid in uuids])
+        visible = visible_gpus(wanted, [GpuNames(uuid) for uuid in uuids])
     except NamedTwice as fault:
         raise ValueError(f"{VARIABLE}: {fault}") from None
-    return [(index, uuids[index]) for index, _ in found]
+    return [(index, uuids[index]) for index, _ in visible]
 
 
 def shares_pids(own_namespace: Path = Path("/proc/self/ns/pid")) -> bool:
-    """Return True if process ids mean the same here as to the driver. In a container with process ids of its
-    own, some drivers answer with the host's ids, some with translated ones, and some with translated ones and
-    no memory, depending on their release."""
+    """Return True if this process and the driver have the same process ids. In a container with its own
+    process ids, some releases of the driver answer with the host's ids, some with translated ids, and some
+    with translated ids but no memory."""
     try:
         return str(own_namespace.readlink()) == _FIRST_PID_NAMESPACE
     except OSError:
@@ -212,12 +218,12 @@ def shares_pids(own_namespace: Path = Path("/proc/self/ns/pid")) -> bool:
 
 class RefusingDriver:
     """A DeviceProbe of a machine whose driver does not start or shows no GPU. It asks the driver again about
-    once a minute: drivers are installed and loaded, and GPUs are added, while a node agent runs."""
+    once a minute, because a driver may be installed or loaded, or a GPU added, while a node agent runs."""
 
     name = "the driver"
 
     def __init__(self, fault: Exception, start: Callable[[], Sequence[DeviceProbe]]) -> None:
-        """`fault` is raised until the driver is asked again, with `start`."""
+        """`fault` is raised until the driver is asked again by a call of `start`."""
         self._fault = fault
         self._start = start
         self._asked_at = time.monotonic()
@@ -245,8 +251,8 @@ class StartingDriver:
 class NvmlProbe:
     """A DeviceProbe of one GPU with its instances (MIG). A value that NVML does not have is None or left out.
 
-    Use is attributed to no holder where NVML does not say which process uses how much (MIG, some drivers), or
-    says it in process ids that are not ours (`shares_pids` is False).
+    Use is attributed to no holder if NVML does not report the memory of each process (MIG, some drivers), or
+    reports it with process ids of another namespace (`shares_pids` is False).
     """
 
     def __init__(
@@ -258,8 +264,8 @@ class NvmlProbe:
         only: tuple[str, ...] | None = None,
         shared_mb: Mib | None = None,
     ) -> None:
-        """`only`: the beginnings of the UUIDs of what may be used of it; None: all. `shared_mb`: as for
-        `find_probes`."""
+        """`only` has the beginnings of the UUIDs of the GPU or the instances that may be used; None allows
+        all. `shared_mb` is that of `find_probes`."""
         self.name = f"GPU {index}"
         self._only = only
         self._shared_mb = shared_mb
@@ -267,7 +273,8 @@ class NvmlProbe:
         self._index = index
         self._shares_pids = shares_pids
         self._described: dict[str, ReportedDevice] = {}
-        """UUID -> the device as it was first read: what the driver keeps for itself varies a little."""
+        """Each device as it was first read, by UUID. It is kept, because the memory that the driver reserves
+        varies a little."""
         self._errors: Any = None
         """The event set in which the driver puts critical errors (XID)."""
         self._tells_errors = False
@@ -280,16 +287,15 @@ class NvmlProbe:
             return self._read(holders)
         except self._nvml.NVMLError_GpuIsLost as fault:
             self._described.clear()
-            self._xid = self._fatal_xid = None  # it comes back from a reset or a reboot only
+            self._xid = self._fatal_xid = None  # a lost GPU comes back only after a reset or a reboot
             self._asks_errors_at = 0.0
-            self._tells_errors, self._errors = (
-                False,
-                None,
-            )  # a GPU that comes back tells nothing where the lost one did
+            # The event set of a lost GPU gets no events after the GPU is back.
+            self._tells_errors, self._errors = False, None
             raise DeviceLost(str(fault)) from None
 
     def _read(self, holders: Mapping[str, ProcessGroup]) -> Sequence[DeviceReading]:
-        """Handles are asked for each time, because those of a GPU that was restarted are no longer valid."""
+        """Read the GPU and its usable instances. The handles are looked up each time, because those of a GPU
+        that was reset are no longer valid."""
         whole = self._nvml.nvmlDeviceGetHandleByIndex(self._index)
         uuid = _text(self._nvml.nvmlDeviceGetUUID(whole))
         split = self._is_split(whole)
@@ -330,7 +336,7 @@ class NvmlProbe:
             return DeviceReading(replace(self._described[uuid], split=split), None, str(fault))
 
     def _instances_of(self, handle: Any) -> Iterator[Any]:
-        """Slots may be empty."""
+        """Yield the handles of the GPU's instances. Empty slots are skipped."""
         for slot in range(self._nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             try:
                 yield self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
@@ -359,10 +365,10 @@ class NvmlProbe:
         return MeasuredDevice(uuid, used_mb, Mib(foreign_mb), by_holder, utilization)
 
     def _memory(self, handle: Any) -> tuple[Mib, Mib] | None:
-        """(MiB that processes can use, MiB of that in use), without what the driver keeps for itself. None if
-        the GPU has no memory of its own.
+        """Return the MiB that processes can use and the MiB of these in use, without the memory that the
+        driver reserves; None if the GPU has no memory of its own.
 
-        Drivers before 510 do not report that part; it is in both then.
+        Drivers before 510 do not report the reserved memory; it is then included in both values.
         """
         nvml = self._nvml
         try:
@@ -375,7 +381,7 @@ class NvmlProbe:
                 return None
         if not memory.total:
             return None
-        # Releases disagree on whether `used` includes `reserved`; `free` means the same in all.
+        # Releases disagree on whether `used` includes `reserved`; the meaning of `free` is equal in all.
         physical = memory.total - reserved
         return Mib(physical // MIB_BYTES), Mib((physical - memory.free) // MIB_BYTES)
 
@@ -391,9 +397,9 @@ class NvmlProbe:
         return Mib(size_mb), Mib(min(size_mb, max(0, beyond_mb, processes_mb)))
 
     def _processes(self, handle: Any) -> Mapping[int, int] | None:
-        """Pid -> MiB; None if the driver cannot say of each. A process may be listed for compute and for
-        graphics, with the same MiB."""
-        found: dict[int, int] | None = None
+        """Return the MiB of each process by pid; None if the driver does not report it for each. A process
+        may be listed for both compute and graphics, with equal MiB."""
+        used_mb: dict[int, int] | None = None
         for purpose in ("Compute", "Graphics"):
             try:
                 listed = self._listed(purpose, handle)
@@ -401,12 +407,14 @@ class NvmlProbe:
                 continue
             if any(process.usedGpuMemory is None for process in listed):
                 return None
-            found = (found or {}) | {process.pid: process.usedGpuMemory // MIB_BYTES for process in listed}
-        return found
+            used_mb = (used_mb or {}) | {
+                process.pid: process.usedGpuMemory // MIB_BYTES for process in listed
+            }
+        return used_mb
 
     def _listed(self, purpose: str, handle: Any) -> Sequence[Any]:
-        """List the processes by the newest call that the driver has: drivers before 510, and some of 535,
-        lack the third."""
+        """Return the processes by the newest query that the driver supports. Version 3 is missing before 510
+        and in some releases of 535."""
         name = f"nvmlDeviceGet{purpose}RunningProcesses"
         try:
             newest: Sequence[Any] = getattr(self._nvml, f"{name}_v3")(handle)
@@ -415,7 +423,8 @@ class NvmlProbe:
         return newest
 
     def _is_split(self, handle: Any) -> bool:
-        """MIG: the processes of an instance are not listed with the whole device."""
+        """Return True if the GPU is split into instances (MIG). Their processes are not listed with the
+        whole device."""
         try:
             current, _pending = self._nvml.nvmlDeviceGetMigMode(handle)
         except self._nvml.NVMLError:
@@ -441,7 +450,8 @@ class NvmlProbe:
         )
 
     def _is_remap_pending(self, handle: Any) -> bool | None:
-        """True if memory waits for a reset to be replaced: rows, on GPUs before Ampere pages."""
+        """Return True if faulty memory waits for a reset to be replaced: rows, or pages on GPUs before
+        Ampere. None if unknown."""
         rows = self._value("RemappedRows", handle)
         if rows is None:
             pages = self._value("RetiredPagesPendingStatus", handle)
@@ -450,8 +460,8 @@ class NvmlProbe:
         return bool(is_pending or has_failed)
 
     def _recovery(self, handle: Any) -> str | None:
-        """Return the action that the driver asks for; empty if none, None if it cannot tell. Drivers before
-        570 cannot."""
+        """Return the recovery action that the driver asks for; empty if it asks for none. None if it is
+        unknown, as with drivers before 570."""
         nvml = self._nvml
         fields = self._value("FieldValues", handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
         if fields is None or fields[0].nvmlReturn != nvml.NVML_SUCCESS:
@@ -459,7 +469,7 @@ class NvmlProbe:
         return _RECOVERY.get(fields[0].value.uiVal)
 
     def _value(self, what: str, handle: Any, *arguments: Any) -> Any:
-        """None if the device or its driver does not have it."""
+        """Return a value of the device; None if the device or its driver does not have it."""
         try:
             value = getattr(self._nvml, f"nvmlDeviceGet{what}")(handle, *arguments)
         except self._nvml.NVMLError_GpuIsLost:
@@ -481,7 +491,7 @@ class NvmlProbe:
                 if self._xid in FATAL_XIDS:
                     self._fatal_xid = self._xid
         except nvml.NVMLError_Timeout:
-            pass  # all have been told
+            pass  # there is no further error
         except nvml.NVMLError_GpuIsLost:
             raise
         except nvml.NVMLError_NotSupported:
@@ -498,5 +508,5 @@ class NvmlProbe:
 
 
 def _text(value: str | bytes) -> str:
-    """Older bindings return bytes."""
+    """Return a value as text, because older bindings return bytes."""
     return value.decode() if isinstance(value, bytes) else value

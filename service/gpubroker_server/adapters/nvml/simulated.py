@@ -1,4 +1,4 @@
-"""Devices that exist only in the configuration: for trying things out and for tests."""
+"""Devices that exist only in the configuration, for trials and tests."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.ports.devices import DeviceReading, MeasuredDevice, ProcessGroup
 
 _VARIABLE = b"SIMULATED_GPU_MB"
-"""A variable in the environment of a process: the MiB that the process uses of each of its devices."""
+"""An environment variable of a process with the MiB that the process uses of each of its devices."""
 
 
 class SimulatedProbe:
@@ -45,7 +45,7 @@ class SimulatedProbe:
 
 
 def _declared_mb(pids: Iterable[int]) -> Mib:
-    """The largest amount that one of these processes declares; 0 if none does."""
+    """Return the largest amount in MiB that one of these processes declares; 0 if none does."""
     return max(map(_declared_by, pids), default=Mib(0))
 
 
@@ -53,7 +53,7 @@ def _declared_by(pid: int) -> Mib:
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return Mib(0)  # it has ended
+        return Mib(0)  # the process has ended
     declared = (
         value for name, _, value in (variable.partition(b"=") for variable in variables) if name == _VARIABLE
     )

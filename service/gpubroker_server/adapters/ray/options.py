@@ -1,4 +1,4 @@
-"""The settings of the executor on Ray, and the part of them that travels to each node agent."""
+"""The settings of the executor on Ray, and the part of them that is sent to each node agent."""
 
 import hashlib
 import json
@@ -23,13 +23,13 @@ _LIMITS = ServiceLimits()
 
 
 class RayOptions(RaySettings, frozen=True):
-    """The operator's settings for Ray, and what else its executor is told."""
+    """The operator's settings for Ray, and the further options of its executor."""
 
     data_dir: Path
     devices: tuple[ReportedDevice, ...] | None = None
-    """Simulated devices, the same on every node; None asks NVML."""
+    """The simulated devices, which are equal on every node; None if NVML lists the devices."""
     task_path: tuple[str, ...] = ()
-    """Directories tasks import from; empty: where this process was started."""
+    """The directories from which tasks import modules; if empty, the working directory of this process."""
     task_user: str = ""
     result_limit_bytes: int = _LIMITS.result_bytes
     checkpoint_limit_bytes: int = _LIMITS.checkpoint_bytes
@@ -45,12 +45,12 @@ class RayOptions(RaySettings, frozen=True):
     log_level: str = "INFO"
     log_format: Literal["console", "json"] = "console"
     task_env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of every task."""
+    """The environment variables that every task gets."""
     watched_directories: tuple[str, ...] = ()
-    """Directories on each node whose file systems are sampled, besides that of Ray's session."""
+    """The directories on each node whose file systems are sampled, besides that of Ray's session."""
 
     own_visible_gpus: str | None = None
-    """CUDA_VISIBLE_DEVICES of the service; None if it is not set."""
+    """The value of CUDA_VISIBLE_DEVICES in the service's environment; None if it is not set."""
 
     @property
     def is_local(self) -> bool:
@@ -58,8 +58,9 @@ class RayOptions(RaySettings, frozen=True):
 
     @property
     def visible_gpus(self) -> tuple[str, str] | None:
-        """The GPUs to use, and what says so: the setting goes before the variable. The service's variable
-        says nothing about the nodes of a joined cluster, which have their own."""
+        """The GPUs to use, and the name of the setting or variable that says so; None if neither does. The
+        setting takes precedence. The service's variable does not apply to nodes of a joined cluster, which
+        have their own."""
         if self.gpus is not None:
             return ",".join(self.gpus), "ray.gpus"
         if self.is_local and self.own_visible_gpus is not None:
@@ -68,18 +69,19 @@ class RayOptions(RaySettings, frozen=True):
 
     @property
     def home(self) -> str:
-        """Identifies a local Ray; empty for a joined cluster."""
+        """A text that identifies a local Ray; empty for a joined cluster."""
         return f"{socket.gethostname()}:{self.data_dir.resolve()}" if self.is_local else ""
 
     @property
     def instance(self) -> str:
-        """Identifies this broker among others on the same machines; marks every process of its runs."""
+        """A text that identifies this broker among others on the same machines. Every process of its runs is
+        marked with it."""
         place = str(self.data_dir.resolve()) if self.is_local else f"{self.address}/{self.cluster}"
         return hashlib.sha256(place.encode()).hexdigest()[:12]
 
     @property
     def namespace(self) -> str:
-        """Ray namespace of our actors: other brokers may be guests of the same cluster."""
+        """The namespace of this service's actors in Ray. Other brokers may use the same cluster."""
         return f"gpubroker-{self.instance}"
 
     @property
@@ -105,7 +107,8 @@ class RayOptions(RaySettings, frozen=True):
 
 
 class AgentConfig(Struct, frozen=True):
-    """Plain values only: it travels as JSON. An agent with another configuration is replaced.
+    """The configuration of a node agent. It contains plain values only, because it is sent as JSON. An agent
+    with another configuration is replaced.
 
     An agent of another release may read it, so a field that is added has a default.
     """
@@ -113,7 +116,8 @@ class AgentConfig(Struct, frozen=True):
     node: str
     instance: str
     devices: tuple[tuple[str, str, int, int, str], ...] | None
-    """(uuid, kind, index, MiB, parent's uuid) of simulated devices; None: NVML."""
+    """(UUID, kind, index, MiB, UUID of the parent) of each simulated device; None if NVML lists the
+    devices."""
     spares: int
     warm_runners: int
     cpu: float | None
@@ -123,44 +127,47 @@ class AgentConfig(Struct, frozen=True):
     task_path: tuple[str, ...]
     task_user: str
     run_dir: str
-    """The directory of records and logs of runs, on the node itself."""
+    """The directory on the node that holds the records and logs of runs."""
     sample_period_seconds: float
     beat_seconds: float
     idle_stop_seconds: float
     keepalive: str
-    """A file that the agent touches while it has a broker or a run; empty: the agent ends by itself."""
+    """The file that the agent touches while it has a broker or a run. If empty, an idle agent ends by
+    itself."""
     log_level: str = "INFO"
     log_format: Literal["console", "json"] = "console"
     log_limit_bytes: int = _LIMITS.log_bytes
-    """The bytes that are kept of each stream of a run's output."""
+    """The most bytes that are kept of each stream of a run's output."""
     inherit_env: tuple[str, ...] = ()
     task_env: tuple[tuple[str, str], ...] = ()
     watched_directories: tuple[str, ...] = ()
     work_dir: str = ""
-    """Uploaded directories and the copies of runs; empty: below the temporary directory."""
+    """The directory of uploaded directories and their copies for runs. If empty, they are below the
+    temporary directory."""
     upload_cache_mb: int = RaySettings().upload_cache_mb
     upload_bytes: int = _LIMITS.upload_bytes
     upload_files: int = _LIMITS.upload_files
     output_bytes: int = _LIMITS.output_bytes
     output_files: int = _LIMITS.output_files
     visible_gpus: tuple[str, str] | None = None
-    """The GPUs to use, as in CUDA_VISIBLE_DEVICES, and what says so; None: as the node was started."""
+    """The GPUs to use, as in CUDA_VISIBLE_DEVICES, and the name of the setting or variable that says so.
+    None means those of the environment in which the node was started."""
     gpu_memory_mb: int | None = None
-    """The size of GPUs that have no memory of their own."""
+    """The memory that is assumed for GPUs that have no memory of their own."""
 
     @property
     def namespace(self) -> str:
-        """Ray namespace of our actors: other brokers may be guests of the same cluster."""
+        """The namespace of this service's actors in Ray. Other brokers may use the same cluster."""
         return f"gpubroker-{self.instance}"
 
     @property
     def host_memory_mb(self) -> int:
-        """The memory that the node offers: all that it has, unless the operator says less."""
+        """The memory that the node offers, which is all of its memory unless the operator sets less."""
         return self.memory_mb or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
 
     def on_node(self, name: str, cpus: float | None = None) -> "AgentConfig":
-        """Return the configuration for one node. Simulated devices, which are named after their node, have
-        other UUIDs on each. `cpus`: what the node was started with."""
+        """Return the configuration for one node. Simulated devices get UUIDs with the node's name. `cpus` is
+        the number of CPUs with which the node was started."""
         target_mark, own_mark = f"-sim-{self.node}-", f"-sim-{name}-"
         named = tuple(
             (uuid.replace(target_mark, own_mark), kind, index, mb, parent.replace(target_mark, own_mark))
@@ -170,8 +177,8 @@ class AgentConfig(Struct, frozen=True):
         return replace(self, node=name, devices=devices, cpu=self.cpu or cpus)
 
     def to_json(self) -> str:
-        """Return the options as JSON, without fields at their defaults, of which earlier releases need not
-        know."""
+        """Return the configuration as JSON. Fields with default values are left out, because an agent of an
+        earlier release may not know them."""
         defaults = {field.name: field.default for field in fields(self) if field.default is not NODEFAULT}
         given = {
             name: value

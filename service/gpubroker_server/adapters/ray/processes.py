@@ -1,4 +1,5 @@
-"""Processes of this machine, by identity: found, watched, killed. A pid alone is soon another process's."""
+"""Finds, watches and kills processes of this machine. They are identified by pid and start time, because a
+pid is soon used for another process."""
 
 import asyncio
 import contextlib
@@ -21,7 +22,8 @@ LONGEST_PAUSE_SECONDS = 1.0
 LONGEST_REAP_PAUSE_SECONDS = 0.1
 _CHUNK = 65536
 _PIDFD_GET_INFO = 0xC040FF0B
-"""ioctl of linux/pidfd.h: fills a `struct pidfd_info` of 64 bytes, the exit status last."""
+"""The ioctl of linux/pidfd.h that fills a `struct pidfd_info` of 64 bytes, whose last field is the exit
+status."""
 _PIDFD_INFO_EXIT = 8
 _MARKS = frozenset(mark.encode() for mark in (INSTANCE_MARK, NODE_MARK, RUN_MARK))
 
@@ -31,16 +33,17 @@ def boot_id() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that every node of a cluster needs to share."""
+    """Return the versions that must be equal on every node of a cluster."""
     return {"python": platform.python_version(), "ray": version("ray")}
 
 
 class ProcessId(NamedTuple):
-    """A process's pid and start time. With the machine's boot id they name one process for ever."""
+    """The pid and the start time of a process. Together with the machine's boot id they identify it for
+    ever."""
 
     pid: int
     start_ticks: int
-    """Start time in clock ticks since boot."""
+    """The start time in clock ticks since boot."""
 
 
 class ProcessEntry(Struct, frozen=True):
@@ -53,7 +56,7 @@ class ProcessEntry(Struct, frozen=True):
 
     @property
     def has_ended(self) -> bool:
-        """A zombie (Z) or a dead process (X) neither runs nor holds memory."""
+        """True for a zombie (Z) or a dead process (X), which neither runs nor holds memory."""
         return self.state in "ZX"
 
 
@@ -76,7 +79,8 @@ def process_id(pid: int) -> ProcessId:
 
 
 def process_table(*, with_ended: bool = False) -> dict[int, ProcessEntry]:
-    """Return all processes that have not ended, by pid; also those that wait to be reaped, if asked for."""
+    """Return all processes by pid. Those that have ended and wait to be reaped are included only with
+    `with_ended`."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
     entries = (entry_of(pid) for pid in pids)
     return {
@@ -85,14 +89,14 @@ def process_table(*, with_ended: bool = False) -> dict[int, ProcessEntry]:
 
 
 def name_of(pid: int) -> str:
-    """The kernel's name of it, at most 15 characters; empty if it is gone."""
+    """Return the kernel's name of a process, of at most 15 characters; empty if the process is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     return ""
 
 
 def session_of(pid: int) -> int:
-    """Return the pid of the leader of its session, alive or not; 0 if the process is gone."""
+    """Return the pid of the leader of a process's session, alive or not; 0 if the process is gone."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
@@ -100,30 +104,30 @@ def session_of(pid: int) -> int:
 
 
 def descendants(root: int, table: dict[int, ProcessEntry]) -> list[ProcessId]:
-    """Return every process below `root`, without itself."""
+    """Return all descendants of `root`, without `root` itself."""
     children: dict[int, list[ProcessEntry]] = {}
     for entry in table.values():
         children.setdefault(entry.parent, []).append(entry)
-    found: list[ProcessId] = []
-    below = [root]
-    while below:
-        for entry in children.pop(below.pop(), ()):
-            found.append(entry.id)
-            below.append(entry.id.pid)
-    return found
+    processes: list[ProcessId] = []
+    parents = [root]
+    while parents:
+        for entry in children.pop(parents.pop(), ()):
+            processes.append(entry.id)
+            parents.append(entry.id.pid)
+    return processes
 
 
 def ancestors(pid: int, table: dict[int, ProcessEntry]) -> set[int]:
-    """A process and everything above it."""
-    found: set[int] = set()
-    while pid in table and pid not in found:
-        found.add(pid)
+    """Return a process and all its ancestors, as pids."""
+    pids: set[int] = set()
+    while pid in table and pid not in pids:
+        pids.add(pid)
         pid = table[pid].parent
-    return found
+    return pids
 
 
 def are_related(first: int, second: int, table: dict[int, ProcessEntry]) -> bool:
-    """Return True if one is the other, above it or below it."""
+    """Return True if the two processes are the same, or one is an ancestor of the other."""
     return first in ancestors(second, table) or second in ancestors(first, table)
 
 
@@ -133,7 +137,8 @@ def is_alive(process: ProcessId) -> bool:
 
 
 def marks_of(pid: int) -> dict[str, str]:
-    """Return what the process's environment says about the run that started it; empty if no run did."""
+    """Return the variables in a process's environment that name the run that started it; empty if no run
+    did."""
     with contextlib.suppress(OSError):
         items = (item.partition(b"=") for item in _read(f"/proc/{pid}/environ").split(b"\0"))
         return {os.fsdecode(name): os.fsdecode(text) for name, _, text in items if name in _MARKS}
@@ -141,7 +146,7 @@ def marks_of(pid: int) -> dict[str, str]:
 
 
 def files_opened_by(pid: int) -> Iterator[str]:
-    """The files that it has open, by the names that they had when it opened them."""
+    """Yield the paths of the files that a process has open, as they were when it opened them."""
     with contextlib.suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
@@ -149,8 +154,8 @@ def files_opened_by(pid: int) -> Iterator[str]:
 
 
 def private_mb(pid: int) -> int:
-    """Return the host memory in MiB that no file backs, so that the kernel cannot drop it. 0 if the process
-    is gone."""
+    """Return the host memory of a process in MiB that no file backs, so that the kernel cannot drop it; 0 if
+    the process is gone."""
     try:
         fields = _read(f"/proc/{pid}/statm").split()
     except OSError:
@@ -159,7 +164,7 @@ def private_mb(pid: int) -> int:
 
 
 def private_mb_below(roots: Collection[int]) -> dict[int, list[int]]:
-    """Return the host memory of each of these processes, and of each process below it."""
+    """Return, for each of these processes, its host memory in MiB and that of each of its descendants."""
     table = process_table() if roots else {}
     return {
         root: [private_mb(pid) for pid in (root, *(process.pid for process in descendants(root, table)))]
@@ -168,21 +173,21 @@ def private_mb_below(roots: Collection[int]) -> dict[int, list[int]]:
 
 
 def disjoint_trees(roots: Mapping[str, ProcessId]) -> dict[str, frozenset[int]]:
-    """Return each process that is alive, with everything below it. A process below two of them belongs to the
-    first."""
+    """Return the pids of each root that is alive and of its descendants. A descendant of two roots belongs
+    to the first."""
     table = process_table() if roots else {}
-    found: dict[str, frozenset[int]] = {}
+    trees: dict[str, frozenset[int]] = {}
     taken: set[int] = set()
     for name, root in roots.items():
         if root.pid in table and table[root.pid].id == root:
             tree = {root.pid, *(child.pid for child in descendants(root.pid, table))}
-            found[name] = frozenset(tree - taken)
+            trees[name] = frozenset(tree - taken)
             taken |= tree
-    return found
+    return trees
 
 
 def has_stopped(pid: int) -> bool:
-    """Return True if no thread of a process that got SIGSTOP runs user code any more."""
+    """Return True if no thread of a process runs user code any more after SIGSTOP was sent to it."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
@@ -193,7 +198,8 @@ def has_stopped(pid: int) -> bool:
 
 
 def _read(path: str) -> bytes:
-    """Read a file of /proc, of which there are many small ones: ten times as fast as `Path.read_bytes`."""
+    """Return the contents of a file of /proc. This is ten times as fast as `Path.read_bytes`, and many small
+    files are read."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = os.read(descriptor, _CHUNK)
@@ -205,8 +211,8 @@ def _read(path: str) -> bytes:
 
 
 def exit_status_of(descriptor: int) -> int | None:
-    """Return the status, in the form of `os.wait`, of a process for which its parent has waited; None on
-    kernels before 6.15, which tell only the parent."""
+    """Return the status, as `os.wait` returns it, of a process that its parent has reaped; None on kernels
+    before 6.15, which tell it only to the parent."""
     with contextlib.suppress(OSError):
         info = bytearray(struct.pack("=Q56x", _PIDFD_INFO_EXIT))
         fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
@@ -217,7 +223,7 @@ def exit_status_of(descriptor: int) -> int | None:
 
 
 class WatchedProcess:
-    """Notices the end of a process at once. Belongs to the running event loop."""
+    """Watches a process and calls `on_end` as soon as it ends. It uses the running event loop."""
 
     def __init__(self, process: ProcessId, on_end: Callable[[], None] | None = None) -> None:
         """Raise ProcessLookupError if the process is gone."""
@@ -237,8 +243,8 @@ class WatchedProcess:
         return self._ended.is_set()
 
     async def exit_status(self) -> int | None:
-        """Return the exit status, as `exit_status_of`. Waits a moment for the parent of a process that has
-        ended."""
+        """Return the exit status as `exit_status_of` does. If the process has ended, this waits a moment
+        until its parent has reaped it."""
         pause = FIRST_PAUSE_SECONDS
         while (
             (entry := entry_of(self.id.pid)) is not None
@@ -258,7 +264,7 @@ class WatchedProcess:
                 signal.pidfd_send_signal(self._descriptor, number)
 
     def close(self) -> None:
-        """Stop watching; the end is not noticed any more."""
+        """Stop watching. `on_end` is not called any more."""
         if not self.ended:
             self._loop.remove_reader(self._descriptor)
         self._release()
@@ -271,7 +277,8 @@ class WatchedProcess:
 
 
 def send_signal(process: ProcessId, number: signal.Signals) -> None:
-    """Send a signal to the process if it still exists. Never reaches another process that got its pid."""
+    """Send a signal to the process if it still exists. The signal never reaches another process with the
+    same pid."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(process.pid)
         try:
@@ -287,11 +294,11 @@ def kill_all(processes: Collection[ProcessId]) -> None:
 
 
 async def kill_tree(root: WatchedProcess) -> None:
-    """Kill a run's process with everything below it; back when all of it has ended.
+    """Kill a run's process and all its descendants, and return when all of them have ended.
 
     The process adopts its orphans, so all its descendants are below it while it lives. It is stopped first,
-    so that it starts no child while its tree is being emptied. Waits for ever on a process that the kernel
-    does not release.
+    so that it starts no child while its descendants are killed. This waits for ever if the kernel does not
+    release a process.
     """
 
     def is_emptied() -> bool:
@@ -305,10 +312,12 @@ async def kill_tree(root: WatchedProcess) -> None:
 
 
 async def kill_leftovers(instance: str, mark: str, log: Path, since_ticks: int = 0) -> None:
-    """Kill everything that a run of this broker started after `since_ticks`; back when none of it is left.
+    """Kill all processes of a run of this broker that began after `since_ticks`, and return when none of
+    them is left.
 
-    Found by the mark in its environment, or by the run's log being open: a child that was forked and never
-    called exec shows the environment of the process that it was forked from.
+    A process belongs to the run if its environment has the run's mark, or if it has the run's log open. The
+    mark alone is not enough: a child that was forked and never called exec shows the environment of its
+    parent.
     """
     marks = {RUN_MARK: mark, INSTANCE_MARK: instance}
 
@@ -326,9 +335,11 @@ async def kill_leftovers(instance: str, mark: str, log: Path, since_ticks: int =
 
 
 async def _until(done: Callable[[], bool], stopping: WatchedProcess | None = None) -> None:
-    """Ask again, less and less often, in a thread: reading the process table of a large machine takes time.
+    """Call `done` at growing intervals until it returns True. It runs in a thread, because reading the
+    process table of a large machine takes time.
 
-    `stopping` gets SIGSTOP before each look, since others may continue it; back at once when it has ended.
+    `stopping` gets SIGSTOP before each call, because another process may continue it. This returns at once
+    when `stopping` has ended.
     """
     pause = FIRST_PAUSE_SECONDS
     while stopping is None or not stopping.ended:

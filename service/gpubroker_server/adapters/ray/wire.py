@@ -1,4 +1,4 @@
-"""Orders and reports as bytes: plain values in msgpack, with a number that names the form."""
+"""Orders and reports as bytes. They are plain values in msgpack, with the number of the protocol."""
 
 import asyncio
 import dataclasses
@@ -42,56 +42,57 @@ from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, OutputAnswer, PartAnswer
 
 PROTOCOL = 12
-"""Number of the form in which driver and agent speak; first value of every message between them."""
+"""The number of the newest protocol between driver and agent. The first value of every message is the number
+of its protocol."""
 SPOKEN = (8, 9, 10, 11, PROTOCOL)
-"""The forms that this release speaks, the newest last. An agent outlives the service that started it, so a
-release also speaks the forms since the last release. Both sides take the newest that they share."""
+"""The protocols that this release speaks, the newest last. An agent outlives the service that started it, so
+a release also speaks the protocols since the last release. Both sides use the newest one that they share."""
 
 TELLS_LOGS = 9
-"""The first form in which agents report the output of runs."""
+"""The first protocol in which agents report the output of runs."""
 GUARDS_DISKS = 9
-"""The first form in which agents look for files that may go, and delete them."""
+"""The first protocol in which agents list files that may be deleted, and delete them."""
 TRIES_PEERS = 9
-"""The first form in which agents try the ports of other nodes."""
+"""The first protocol in which agents try the ports of other nodes."""
 TELLS_UNPROVEN_ENDS = 10
-"""From this form on, agents say of each end whether it is unproven (`Ended.is_unproven`)."""
+"""The first protocol in which agents report whether an end is unproven (`Ended.is_unproven`)."""
 TELLS_GPU_STATE = 11
-"""From this form on, agents say why a machine shows no GPU, and whether a GPU needs a reset."""
+"""The first protocol in which agents report why a machine shows no GPU, and whether a GPU needs a reset."""
 KNOWS_ARRAYS_AND_OBJECTS = 9
-"""The first form in which agents know arrays and objects. An earlier agent would run a worker's function or
-command once, without an item, give a function the name of an object in its place, and end the worker of a set
-with the object that it has made."""
+"""The first protocol in which agents know arrays, objects and worker sets. An earlier agent would run the
+function or command of an array's worker once, without an item. It would pass the name of an object to a
+function instead of the object, and would end the worker of a set with its object as the result."""
 UNPACKS_UPLOADS = 12
-"""From this form on, agents unpack the directory that a run works in, and collect its outputs. An earlier
-agent would start the run elsewhere."""
+"""The first protocol in which agents unpack the uploaded directory of a run and collect its outputs. An
+earlier agent would start the run in another directory."""
 _OBJECT_ID = re.compile(rb'(?:"object":"|\x8c@)[0-9a-f]{64}')
-"""Matches the id of an object in JSON, and in a pickle, where any text of 64 hexadecimal digits matches."""
+"""Matches the id of an object in JSON, and any text of 64 hexadecimal digits in a pickle."""
 
 WireSample = tuple[Any, ...]
 """(uuid, used_mb, foreign_mb or None, by_holder, utilization or None)"""
 
 MEASURE = ("measure",)
-"""The order to measure all devices now, among those about runs."""
+"""The order to measure all devices now."""
 
 
 def log_order(log: LogName, first_byte: int) -> tuple[Any, ...]:
-    """The order to tell what a run has printed from there on."""
+    """Return the order to report the output of a run from this byte on."""
     return "log", *log, first_byte
 
 
 def disk_order(order: DiskOrder) -> tuple[Any, ...]:
-    """The order to look for what may be deleted, or to delete it."""
+    """Return the order to list the files that may be deleted, or to delete files."""
     about = tuple(map(astuple, order.roots)), order.spared, order.warn, order.old_seconds
     return "disk", order.request, *about, order.deletes, order.runs_sync, order.live, order.above
 
 
 def peers_order(peers: Sequence[Peer]) -> tuple[Any, ...]:
-    """The order to try the ports of these nodes."""
+    """Return the order to try the ports of these nodes."""
     return "peers", peers
 
 
 def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:
-    """The order to give a run what it asked about an object."""
+    """Return the order that passes an answer about an object to a run."""
     asked = answer.asked
     run = asked.task, asked.fence, asked.rank, asked.object
     if isinstance(answer, OutputAnswer):
@@ -102,7 +103,7 @@ def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:
 
 
 def least_form_for(payload: RunPayload) -> int:
-    """Return the first form whose agents run this right."""
+    """Return the first protocol whose agents run this payload correctly."""
     spec = payload.spec
     if spec.upload or spec.outputs:
         return UNPACKS_UPLOADS
@@ -115,8 +116,8 @@ _LENGTH_BYTES = 4
 
 
 _PACKED_BYTES = 4096
-"""The first size of a message's buffer; the buffer grows as needed. By default it would be 256 KiB, which are
-mapped and unmapped for each message."""
+"""The first size of a message's buffer, which grows as needed. The default of 256 KiB would be mapped and
+unmapped for each message."""
 
 
 def pack(value: Any) -> bytes:
@@ -126,18 +127,18 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Decode values. Sequences come back as tuples, bytes as bytes."""
+    """Return decoded values. Sequences are returned as tuples, and bytes as bytes."""
     return msgpack.unpackb(data, use_list=False, raw=False, strict_map_key=False)
 
 
 def frame(*parts: Any) -> bytes:
-    """Return one message between the service and its driver process: msgpack behind its length."""
+    """Return one message between the service and its driver process: its length, followed by msgpack."""
     data = pack(parts)
     return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[Any, ...] | None:
-    """Read one frame; None when the other side is gone."""
+    """Return the next frame; None when the other side is gone."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         parts: tuple[Any, ...] = unpack(await reader.readexactly(length))
@@ -147,14 +148,14 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[Any, ...] | None:
 
 
 class OrderWriter:
-    """Writes orders. The limits travel with each start."""
+    """Writes orders. Each start contains the limits of results and checkpoints."""
 
     def __init__(self, result_limit_bytes: int, checkpoint_limit_bytes: int) -> None:
         self._result_limit_bytes = result_limit_bytes
         self._checkpoint_limit_bytes = checkpoint_limit_bytes
 
     def write(self, order: Order, payload: RunPayload | None) -> tuple[Any, ...]:
-        """A start needs its payload."""
+        """Return an order as plain values. The payload is needed only for a start."""
         run = order.task, order.fence, order.rank
         match order:
             case StartOrder():
@@ -178,7 +179,8 @@ class OrderWriter:
                 return "forget", *run
 
     def _run_order(self, order: StartOrder, payload: RunPayload) -> dict[str, Any]:
-        """Return the fields of a RunOrder: each is the order's, else the payload's, else the spec's."""
+        """Return the fields of a RunOrder. Each comes from the order, the payload or the spec, the first
+        that has it."""
         spec = payload.spec
         variables = told_variables(spec) if spec.is_told_more else {}
         given = {
@@ -207,7 +209,7 @@ _of_order, _of_payload, _of_spec = attrgetter(*_OF_ORDER), attrgetter(*_OF_PAYLO
 def _gpu_limits(shares: Sequence[tuple[Mib, float]]) -> dict[str, str]:
     if not shares:
         return {}
-    # Down: the shares of a device together must fit.
+    # The shares are rounded down, because those of one device must fit together.
     fractions = (f"{math.floor(share * 10_000) / 10_000:g}" for _mb, share in shares)
     return {FRACTIONS: ",".join(fractions), LIMITS_MB: ",".join(str(mb) for mb, _share in shares)}
 
@@ -223,7 +225,8 @@ def write_reports(
     held_seconds: float = 0.0,
     protocol: int = PROTOCOL,
 ) -> bytes:
-    """Encode the answer to a poll. `held_seconds`: the time for which the poll waited for a report."""
+    """Return the encoded answer to a poll. `held_seconds` is the time for which the poll waited for a
+    report."""
     if protocol == 8:
         reports = [_without_order_time(report) for report in reports if report[0] != "node_sampled"]
     if protocol < UNPACKS_UPLOADS:
@@ -238,18 +241,18 @@ def write_reports(
 
 
 def _without_gpu_state(report: WireReport) -> WireReport:
-    """Forms before TELLS_GPU_STATE have six values of the health of a GPU."""
+    """Return a report for protocols before TELLS_GPU_STATE, which have six values of the health of a GPU."""
     *before, gpus, network, unreached = report
     return *before, {uuid: health[:6] for uuid, health in gpus.items()}, network, unreached
 
 
 def _without_order_time(report: WireReport) -> WireReport:
-    """Write a report for form 8, in which a start has no time at which the agent had the order."""
+    """Return a report for protocol 8, in which a start lacks the time when the agent got the order."""
     return report[:6] if report[0] == "started" else report
 
 
 def run_of(report: Report | ObjectQuestion) -> RunId | None:
-    """The run that a report is about; None for one about a node or a server."""
+    """Return the run that a report is about; None for a report about a node or a server."""
     about_nodes = NodeReport | NodeLost | NodesListed | Heartbeat | Sampled | NodeSample | DiskReport
     if isinstance(report, about_nodes | ServerReport):
         return None

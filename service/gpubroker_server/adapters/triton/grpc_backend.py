@@ -1,4 +1,4 @@
-"""A model server over gRPC: one channel, and calls whose messages pass as bytes."""
+"""A model server over gRPC, with one channel. The messages of calls are passed on as bytes."""
 
 import asyncio
 import contextlib
@@ -17,20 +17,21 @@ class TritonRpcServer(Struct, frozen=True):
 
     name: str
     address: str
-    """`host:port`."""
+    """The `host:port` of the server."""
     metadata: Metadata = ()
-    """Credentials, which only this server gets; they replace metadata of the client with the same names."""
+    """The credentials, which only this server receives. They replace metadata of the client with equal
+    names."""
     roots: bytes | None = None
-    """Trusted certificates; None: without TLS."""
+    """The trusted certificates; None for a connection without TLS."""
     key: bytes | None = None
     chain: bytes | None = None
-    """The private key and the certificates that are shown to the server, if it asks for them."""
+    """The certificates that the server gets if it asks for them. `key` is their private key."""
     connect_seconds: Seconds = Seconds(5.0)
     silence_seconds: Seconds = Seconds(300.0)
 
 
 class RpcBackend(CallBackend):
-    """Calls a server over gRPC. It never sends a call twice, because the library's own retries are off."""
+    """Calls a server over gRPC. No call is sent twice, because the library's own retries are off."""
 
     def __init__(self, server: TritonRpcServer) -> None:
         self._server = server
@@ -62,7 +63,7 @@ class RpcBackend(CallBackend):
             await self._channel.close()
 
     def _open(self) -> grpc.aio.Channel:
-        """The channel, opened on the loop that uses it."""
+        """Return the channel. The first call opens it, so that it belongs to the event loop that uses it."""
         if self._channel is None:
             server = self._server
             reconnect_ms = int(1000 * server.connect_seconds)
@@ -81,7 +82,8 @@ class RpcBackend(CallBackend):
         return (*own, *(pair for pair in metadata if pair[0] not in self._replaced))
 
     def _failure(self, error: grpc.aio.AioRpcError, is_ours: bool = False) -> CallFailed:
-        """`is_ours`: True if the service, not the client, set the deadline of the call."""
+        """Return the failure for an error. `is_ours` is True if the service set the deadline of the call,
+        not the client."""
         code, detail = error.code(), error.details() or ""
         trouble = None
         if code is grpc.StatusCode.UNAVAILABLE and detail.startswith(_NOT_REACHED):
@@ -93,7 +95,7 @@ class RpcBackend(CallBackend):
 
 
 _NOT_REACHED: Final = "failed to connect to all addresses"
-"""The beginning of the library's message if there was no connection and nothing was sent."""
+"""The beginning of the library's message if it had no connection and sent nothing."""
 
 _OVER: Final = (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError)
 
@@ -115,10 +117,10 @@ class _Stream(CallStream):
         self._answers = aiter(call)
 
     async def write(self, message: bytes) -> None:
-        """Write a message. This has no effect on a call that is over: `read` says why it is over.
+        """Write a message. This has no effect on a call that is over; `read` raises the reason.
 
-        On such a call, the library's own `write` would replace a server's status that has not come yet with
-        an error of its own; hence the call to the part below it.
+        On such a call, the library's own `write` would replace a server's status that has not arrived yet by
+        an error of its own. So this calls the library's lower layer.
         """
         with contextlib.suppress(*_OVER):
             await self._call.wait_for_connection()

@@ -41,7 +41,7 @@ _STAGE_OF_STATE: Final = {
     "LOADING": ModelState.LOADING,
 }
 _STAGE_ORDER: Final = (ModelState.READY, ModelState.UNLOADING, ModelState.LOADING, ModelState.ABSENT)
-"""Stages in the order in which they count: a model is in the first stage that one of its versions is in."""
+"""The stages by precedence. A model is in the first of these stages in which one of its versions is."""
 
 _UNLOADED_REASON: Final = "unloaded"
 
@@ -61,14 +61,14 @@ _OUT_OF_MEMORY_WORDS: Final = (
     "failed to allocate",
     "memory limit set for",
 )
-"""Words of backends whose memory was not enough, in lowercase: Triton has no code for this fault."""
+"""Lowercase words in the messages of backends that lack memory. Triton has no code for this fault."""
 
 _VERSION_PREFIX: Final = re.compile(r"version \d+ is at [A-Z]+ state: ")
-"""In Triton's message, this stands before the message of each version's backend."""
+"""The text that precedes the message of each version's backend in Triton's message."""
 
 _PYTHON_TRACE: Final = "\n\nAt:\n"
-"""In the text of an exception of a Python model, this stands before the traceback. The words of such an
-exception are the model's own, so they do not prove that memory was missing."""
+"""The text that precedes the traceback in the message of a Python model's exception. The words of such an
+exception are the model's own, so they do not prove a lack of memory."""
 
 _NOT_HEALTHY: Final = "is not healthy"
 """The end of Triton's message about a model whose process is gone."""
@@ -77,7 +77,8 @@ _VALUE_BYTES: Final = {
     "BOOL": 1, "UINT8": 1, "INT8": 1, "UINT16": 2, "INT16": 2, "FP16": 2, "BF16": 2, "UINT32": 4, "INT32": 4,
     "FP32": 4, "UINT64": 8, "INT64": 8, "FP64": 8, "BYTES": 4,
 }  # fmt: skip
-"""Datatype -> bytes of one value. An empty value of BYTES has only its length, which takes 4 bytes."""
+"""The bytes that one value of each datatype takes. An empty value of BYTES has only its length, of 4
+bytes."""
 
 _UNLOAD_POLL_SECONDS: Final = 0.05
 
@@ -109,10 +110,10 @@ class TritonHost(ModelHost):
         web: ModelBackend | None = None,
         batches: Mapping[str, BatchRules] | None = None,
     ) -> None:
-        """`repository`: the folder in which this machine sees the server's models. `metrics`: the server's
-        metrics port, which shows the GPUs that the server sees. `web`: the server's HTTP port, which shows
-        the whole configuration of a model. `batches`: the models whose requests Triton should batch
-        dynamically."""
+        """`repository` is the folder in which this machine sees the server's models. `metrics` is the
+        server's metrics port, which shows the GPUs that the server sees. `web` is the server's HTTP port,
+        which shows the whole configuration of a model. `batches` has the rules of the models whose requests
+        Triton should batch dynamically."""
         self._server = RpcBackend(replace(server, silence_seconds=Seconds(math.inf)))
         self._repository = repository
         self._metrics = metrics
@@ -232,11 +233,11 @@ class TritonHost(ModelHost):
         """
         until = asyncio.get_running_loop().time() + within_seconds
         revision = (await asyncio.to_thread(self._files_of, model)).revision
-        known = self._grouping.get(model, _Grouping())
-        if not revision or known.revision != revision:
+        grouping = self._grouping.get(model, _Grouping())
+        if not revision or grouping.revision != revision:
             await self._load(model, "", _left(until))
             config = with_dynamic_batching(await model_config(web, model, _left(until)), rules)
-            known = self._grouping[model] = _Grouping(revision, config)
+            grouping = self._grouping[model] = _Grouping(revision, config)
             if not config:
                 why = "it takes no batches, or its configuration says how its requests are scheduled"
                 log.warning("triton.batch does not group the direct requests of a model",
@@ -245,9 +246,9 @@ class TritonHost(ModelHost):
             await self.unload(model, _left(until))
             await self._until_gone(model, until)
         try:
-            await self._load(model, known.config, _left(until))
+            await self._load(model, grouping.config, _left(until))
         except HostRefused as refused:
-            if refused.fault is not HostFault.FAILED or not known.config:
+            if refused.fault is not HostFault.FAILED or not grouping.config:
                 raise
             log.warning("a model is loaded without dynamic batching, because the load with it fails",
                         server=self.name, model=model, fault=str(refused))  # fmt: skip
@@ -256,20 +257,20 @@ class TritonHost(ModelHost):
 
     async def _until_gone(self, model: str, until: float) -> None:
         while True:
-            found = (await self.index(_left(until))).models.get(model)
-            if found is None or found.stage is ModelState.ABSENT:
+            indexed = (await self.index(_left(until))).models.get(model)
+            if indexed is None or indexed.stage is ModelState.ABSENT:
                 return
             if asyncio.get_running_loop().time() >= until:
                 raise HostRefused(HostFault.UNKNOWN, f"{self.name} has not unloaded {model} in time")
             await asyncio.sleep(_UNLOAD_POLL_SECONDS)
 
     async def _ask(self, method: str, request: Any, within_seconds: Seconds, answer: Any = None) -> Any:
-        """Call a method of the server and return its answer. `answer`: the class of the message that it
-        answers with; None if the answer is ignored. Raises HostRefused."""
+        """Call a method of the server and return its answer. `answer` is the class of the answer's message;
+        None if the answer is ignored. Raises HostRefused."""
         message = b"" if request is None else request.SerializeToString()
         try:
-            found = await self._server.ask(_SERVICE + method, message, (), within_seconds)
-            return None if answer is None else answer.FromString(found.message)
+            reply = await self._server.ask(_SERVICE + method, message, (), within_seconds)
+            return None if answer is None else answer.FromString(reply.message)
         except CallFailed as failed:
             raise _refused(failed, method) from None
         except DecodeError as fault:
@@ -289,7 +290,7 @@ class TritonHost(ModelHost):
             return _Files()
         if not folder.is_dir():
             raise HostRefused(HostFault.NOT_FOUND, f"{self.name} has no model {model} in {self._repository}")
-        size = sum(found.st_size for found in files.values())
+        size = sum(status.st_size for status in files.values())
         revision = _revision_of(files)
         file = folder / "config.pbtxt"
         try:
@@ -322,9 +323,9 @@ def _left(until: float) -> Seconds:
 def _revision_of(files: Mapping[Path, os.stat_result]) -> str:
     """Return a text that changes with the files. Files in a `__pycache__` do not count, because a load itself
     may write them."""
-    model_files = [found for file, found in files.items() if file.parent.name != "__pycache__"]
-    newest = max((found.st_mtime_ns for found in model_files), default=0)
-    return f"{len(model_files)}:{sum(found.st_size for found in model_files)}:{newest}"
+    statuses = [status for file, status in files.items() if file.parent.name != "__pycache__"]
+    newest = max((status.st_mtime_ns for status in statuses), default=0)
+    return f"{len(statuses)}:{sum(status.st_size for status in statuses)}:{newest}"
 
 
 def _refused(failed: CallFailed, message: str) -> HostRefused:
@@ -341,8 +342,8 @@ def _refused(failed: CallFailed, message: str) -> HostRefused:
 
 
 def fault_of_load(detail: str) -> HostFault:
-    """Return the fault that a server's refusal of a load stands for. `detail`: the server's message, which
-    names the model and may quote the model's own messages."""
+    """Return the fault for which a server refused a load. `detail` is the server's message, which names the
+    model and may quote the model's own messages."""
     _, *of_versions = _VERSION_PREFIX.split(detail)
     for words in of_versions or [detail]:
         if _PYTHON_TRACE not in words and any(sign in words.lower() for sign in _OUT_OF_MEMORY_WORDS):
@@ -355,20 +356,20 @@ def _indexed(rows: Any) -> dict[str, IndexedModel]:
     models: dict[str, IndexedModel] = {}
     for row in rows:
         stage = _STAGE_OF_STATE.get(row.state, ModelState.ABSENT)
-        known = models.get(row.name, IndexedModel(row.name, ModelState.ABSENT))
+        earlier = models.get(row.name, IndexedModel(row.name, ModelState.ABSENT))
         versions = (row.version,) if stage is ModelState.READY else ()
         models[row.name] = IndexedModel(
             row.name,
-            min(known.stage, stage, key=_STAGE_ORDER.index),
-            tuple(sorted((*known.versions, *versions))),
-            known.reason or ("" if row.reason == _UNLOADED_REASON else row.reason),
+            min(earlier.stage, stage, key=_STAGE_ORDER.index),
+            tuple(sorted((*earlier.versions, *versions))),
+            earlier.reason or ("" if row.reason == _UNLOADED_REASON else row.reason),
         )
     return models
 
 
 def _zeros_for(model: str, inputs: Any, rows: int, shapes: Mapping[str, Sequence[int]]) -> bytes:
-    """Return a request with zeros that any model takes. A dimension that may have any length gets the length
-    1, and the first dimension the length `rows` if that is not 0."""
+    """Return a request with zeros for all inputs. A dimension of variable length gets the length 1. If
+    `rows` is not 0, it is the length of the first dimension."""
     request = messages.ModelInferRequest(model_name=model)
     for tensor in inputs:
         own = tensor.shape[1:] if rows else tensor.shape

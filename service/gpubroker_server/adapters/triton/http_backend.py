@@ -1,4 +1,4 @@
-"""A model server over HTTP: a pool of connections, and the requests that wait for one."""
+"""A model server over HTTP, with a pool of connections and the requests that wait for a connection."""
 
 import asyncio
 import ssl
@@ -21,14 +21,14 @@ from gpubroker_server.ports.backends import (
 from gpubroker_server.settings.triton import ServerConnections
 
 HEAD_BYTES: Final = 8000
-"""Triton closes the connection without an answer when a head is longer than about this."""
+"""The longest head of a request. Triton closes the connection without an answer if a head is much longer."""
 
 IDLE_SECONDS: Final = Seconds(30.0)
-"""An unused connection is closed after so long: sooner than proxies in between usually do, which might close
-it while a request is on its way."""
+"""The time after which an unused connection is closed. It is shorter than the usual limit of proxies, which
+might close the connection while a request is on its way."""
 
 WAITING_PER_CONNECTION: Final = 16
-"""The number of requests that may wait for each connection; more are refused as BUSY."""
+"""The number of requests that may wait for each connection. Further ones are refused as BUSY."""
 
 
 class TritonServer(ServerConnections, frozen=True):
@@ -38,19 +38,20 @@ class TritonServer(ServerConnections, frozen=True):
     host: str
     port: int
     authority: bytes
-    """The Host header."""
+    """The value of the Host header."""
     headers: tuple[Header, ...] = ()
-    """Credentials, which only this server gets."""
+    """The headers with credentials, which only this server receives."""
     tls: ssl.SSLContext | None = None
 
 
 class HttpBackend(ModelBackend):
-    """Opens connections when they are needed, and keeps them. It never sends a request twice."""
+    """Sends requests to a server. Connections are opened when they are needed and reused. No request is sent
+    twice."""
 
     def __init__(self, server: TritonServer) -> None:
         self._server = server
         self._idle: deque[ServerConnection] = deque()
-        """The idle connections; the one that was used last is last."""
+        """The idle connections, the one that was used most recently last."""
         self._connections: set[ServerConnection] = set()
         self._waiting: deque[HttpRequest] = deque()
         self._checks: deque[HttpRequest] = deque()
@@ -116,7 +117,7 @@ class HttpBackend(ModelBackend):
             while waiting:
                 waiting.popleft().fail(Trouble.UNREACHABLE, "the service ends")
 
-    # What connections and requests call.
+    # Connections and requests call these methods.
 
     def on_free(self, connection: ServerConnection) -> None:
         if self._checks:
@@ -161,7 +162,8 @@ class HttpBackend(ModelBackend):
         return None
 
     def _open_more(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open as many connections as requests wait for, within the limit; for checks beyond it."""
+        """Open a connection for each waiting request, up to the limit, and for each waiting check, beyond
+        the limit too."""
         most = max(0, self._server.connections - len(self._connections))
         while len(self._opening) < min(len(self._waiting), most) + len(self._checks):
             task = loop.create_task(self._open(loop))
@@ -191,7 +193,8 @@ class HttpBackend(ModelBackend):
             self._open_more(task.get_loop())
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close connections of silent servers and unused ones. Repeats while there are connections."""
+        """Close unused connections, and those on which the server is silent. This is repeated while there
+        are connections."""
         now = loop.time()
         silence_seconds = self._server.silence_seconds
         silent = [
@@ -206,7 +209,7 @@ class HttpBackend(ModelBackend):
 
 
 class WholeResponse(ResponseHandler):
-    """Collect the answer to a request of the service's own."""
+    """Collects the whole answer to a request that the service makes itself."""
 
     def __init__(self) -> None:
         self.fetched: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()

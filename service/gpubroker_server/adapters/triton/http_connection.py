@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection to a model server, and the request that is on it.
+"""One HTTP/1.1 connection to a model server, and the request that uses it.
 
-Heads are parsed; a body of known length is counted and passed on as it came. Requests are never pipelined:
-Triton answers the first of several that come together, and forgets the others.
+Heads are parsed; a body of known length is counted and passed on unchanged. Requests are never pipelined: of
+several requests that come together, Triton answers only the first one.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from gpubroker_server.ports.backends import Header, ResponseHandler, Trouble, Up
 OF_THE_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 )
-"""Headers that concern this connection alone (RFC 9110, 7.6.1)."""
+"""The headers that concern only one connection and are not passed on (RFC 9110, 7.6.1)."""
 
 WRITE_BUFFER_BYTES = 1024 * 1024
-"""The most bytes that may wait for the server to take them before the client is paused."""
+"""The bytes waiting to be sent to the server beyond which the client is paused."""
 
 WAITING_BYTES = 64 * 1024
-"""The most bytes of a request that may wait for a connection before the client is paused."""
+"""The bytes of a request waiting for a connection beyond which the client is paused."""
 
 _BODYLESS = frozenset({204, 304})
 
 
 class ConnectionPool(Protocol):
-    """The pool that connections come from and go back to."""
+    """The pool from which requests get connections."""
 
     def on_free(self, connection: "ServerConnection") -> None: ...
 
@@ -39,7 +39,7 @@ class ConnectionPool(Protocol):
 
 
 class HttpRequest(UpstreamRequest):
-    """One request, until its answer has ended, whichever connection it is on."""
+    """A request, from its beginning to the end of its answer. It may first wait for a connection."""
 
     __slots__ = (
         "_body",
@@ -65,10 +65,10 @@ class HttpRequest(UpstreamRequest):
         self.is_over = False
         self.connection: ServerConnection | None = None
         self._held = [head]
-        """The bytes that are written next, together."""
+        """The bytes that are written together next."""
         self._held_bytes = 0
         self._body: list[bytes] = []
-        """The next chunk."""
+        """The parts of the next chunk."""
 
     def write(self, data: bytes) -> None:
         if self._is_chunked:
@@ -111,7 +111,7 @@ class HttpRequest(UpstreamRequest):
             self.connection.resume()
 
     def begin_on(self, connection: "ServerConnection") -> None:
-        """Begin a request that has waited on this connection, and send what is held of it."""
+        """Begin a waiting request on this connection, and send its bytes so far."""
         self.connection = connection
         connection.begin(self)
         was_paused = self._held_bytes > WAITING_BYTES
@@ -147,13 +147,13 @@ class ServerConnection(asyncio.Protocol):
         self._parser = HttpResponseParser(self)
         self._request: HttpRequest | None = None
         self._is_paused = False
-        """The client takes no more."""
+        """True while the client takes no more bytes."""
         self._is_full = False
-        """The server takes no more."""
+        """True while the server takes no more bytes."""
         self._headers: list[Header] = []
         self._length: int | None = None
         self.moved_at = loop.time()
-        """When bytes last went over it, either way."""
+        """The time when bytes last went over the connection, in either direction."""
         self._begin_answer()
 
     def begin(self, request: HttpRequest) -> None:
@@ -175,7 +175,7 @@ class ServerConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abandon(self) -> None:
-        """Close it at once: this tells the server that the answer is no longer wanted."""
+        """Close the connection at once. This tells the server that the answer is no longer wanted."""
         self._request = None
         self._transport.abort()
 
@@ -186,7 +186,8 @@ class ServerConnection(asyncio.Protocol):
         return self._transport.is_closing()
 
     def is_silent(self, since: float) -> bool:
-        """The server owes an answer or takes nothing, and no byte has gone over it since then."""
+        """Return True if the server owes an answer or takes no bytes, and no byte has gone over the
+        connection since `since`."""
         request = self._request
         if request is None or self._is_paused or self.moved_at >= since:
             return False
@@ -198,7 +199,7 @@ class ServerConnection(asyncio.Protocol):
         if request is not None:
             request.fail(trouble, detail)
 
-    # What the event loop calls.
+    # The event loop calls these methods.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but does not inherit from it
@@ -208,7 +209,7 @@ class ServerConnection(asyncio.Protocol):
         self.moved_at = self._loop.time()
         request = self._request
         if request is None:
-            self.abandon()  # no request is on it
+            self.abandon()  # no request waits for these bytes
             return
         if self._left_bytes:
             self._take_unparsed(request, data)
@@ -239,7 +240,7 @@ class ServerConnection(asyncio.Protocol):
         if self._request is not None:
             self._request.handler.resume_body()
 
-    # What the parser calls.
+    # The parser calls these methods.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name, value))
@@ -291,7 +292,7 @@ class ServerConnection(asyncio.Protocol):
         request = self._request
         if request is None or not self._has_head:
             return
-        if request.is_head:  # its answer says how long a body would be, and has none
+        if request.is_head:  # the answer has the length of a body, but no body
             self._request = None
             self._keeps_alive = False
             self._finish(request)
@@ -300,7 +301,7 @@ class ServerConnection(asyncio.Protocol):
             self._parser = HttpResponseParser(self)
 
     def _take_unparsed(self, request: HttpRequest, data: bytes) -> None:
-        """The rest of a body of known length goes past the parser."""
+        """Pass on the rest of a body of known length without parsing it."""
         self._left_bytes -= len(data)
         if self._left_bytes > 0:
             request.handler.on_body(data)
@@ -312,8 +313,8 @@ class ServerConnection(asyncio.Protocol):
             self.give_up(Trouble.BROKEN, "the body was longer than its head had said")
 
     def _finish(self, request: HttpRequest) -> None:
-        """The answer is complete. The connection is used again only if all of the request was sent: not every
-        server reads the rest."""
+        """End a request whose answer is complete. The connection is used again only if the whole request was
+        sent, because not every server reads the rest."""
         request.is_over = True
         request.connection = None
         is_free = self._keeps_alive and request.is_sent and not self._transport.is_closing()

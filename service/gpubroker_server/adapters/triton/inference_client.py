@@ -1,4 +1,5 @@
-"""Sends queued inferences to a Triton over HTTP, in its binary form: tensors are passed on as they are."""
+"""Sends queued inferences to a Triton over HTTP in its binary format, so that tensors are passed on
+unchanged."""
 
 import asyncio
 import json
@@ -32,7 +33,8 @@ _DEAD: Final = "is not healthy"
 
 class TritonInferenceClient(InferenceClient):
     def __init__(self, server: TritonServer, most_bytes: int) -> None:
-        """`most_bytes`: the longest response, which is in memory as a whole before it is stored."""
+        """`most_bytes` is the most bytes of a response. A response is in memory as a whole before it is
+        stored."""
         self._backend = HttpBackend(server)
         self._most_bytes = most_bytes
 
@@ -71,8 +73,8 @@ class TritonInferenceClient(InferenceClient):
             raise InferenceFailed(InferenceFault.FAILED, detail) from None
 
     async def _check_version(self, model: str, version: str, refusal: str) -> None:
-        """Check that waiting may help. Raises InferenceFailed FAILED if the model is there and has only other
-        versions."""
+        """Check that the version may still become available. Raises InferenceFailed FAILED if the model is
+        loaded with other versions only."""
         response = await self._ask(b"GET", f"/v2/models/{quote(model, safe='')}".encode())
         try:
             versions = [str(version_name) for version_name in json.loads(response.body)["versions"]]
@@ -125,7 +127,8 @@ def _path(model: str, version: str, path: str) -> bytes:
 
 
 def _failure(response: "_Response") -> InferenceFailed:
-    """Return the failure that the status means; only the message says that a model's process is gone."""
+    """Return the failure for a response's status. That a model's process is gone is shown only by the
+    message."""
     text = response.body[:_SHOWN_BYTES].decode("utf-8", "replace")
     try:
         message = str(json.loads(response.body)["error"])[:_SHOWN_BYTES]
@@ -144,7 +147,7 @@ def _failure(response: "_Response") -> InferenceFailed:
 
 
 class _Response(ResponseHandler):
-    """Collected as it comes in, up to a limit."""
+    """Collects a response up to a limit of bytes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, most_bytes: int) -> None:
         self.end: asyncio.Future[None] = loop.create_future()
@@ -157,7 +160,7 @@ class _Response(ResponseHandler):
         self._parts: list[bytes] = []
 
     async def until_writable(self) -> None:
-        """Wait until the server takes more of the request, or has answered without it."""
+        """Wait until the server takes more bytes of the request, or has answered without them."""
         await self._writable.wait()
 
     def pause_body(self) -> None:

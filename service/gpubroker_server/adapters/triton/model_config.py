@@ -16,21 +16,22 @@ _VERSION = re.compile("[1-9][0-9]*")
 """The name of a folder that Triton takes for a version."""
 
 _BEFORE_LIST = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\#[^\n]*)|(\w)\s*\[""")
-"""A string or a comment, or a field's name before a list."""
+"""Matches a string, a comment, or the last letter of a field's name before a list."""
 
 
 class ModelConfig(Struct, frozen=True):
     steps: tuple[str, ...] = ()
-    """The models of an ensemble, each once."""
+    """The models of an ensemble, each of them once."""
     latest: int | None = 1
-    """The number of the highest versions that are loaded; None: all versions."""
+    """The number of highest versions that are loaded; None for all versions."""
     specific: tuple[str, ...] = ()
-    """If there are any, these versions are loaded instead."""
+    """The versions that are loaded instead, if there are any."""
     on_cpu: bool = False
-    """All its instances are on CPUs (`KIND_CPU`): it takes no GPU memory."""
+    """True if all instances of the model are on CPUs (`KIND_CPU`), so that it takes no GPU memory."""
 
     def versions_in(self, folder: Path) -> tuple[str, ...]:
-        """The versions in the model's folder that a load brings, sorted as in an index. Raises OSError."""
+        """Return the versions in the model's folder that a load would load, sorted as in an index. Raises
+        OSError."""
         versions = [
             entry.name for entry in folder.iterdir() if entry.is_dir() and _VERSION.fullmatch(entry.name)
         ]
@@ -53,8 +54,9 @@ def config_of(config: Any) -> ModelConfig:
 
 
 def config_in(file: Path) -> ModelConfig:
-    """Read a `config.pbtxt`, which the server may complete. Raises OSError, ValueError."""
-    # The library passes over an unknown list of messages only with a colon before it, which is optional.
+    """Return the configuration in a `config.pbtxt`, which the server may complete. Raises OSError and
+    ValueError."""
+    # The library skips an unknown list of messages only with a colon before it, which a file need not have.
     text = _BEFORE_LIST.sub(lambda found: found[1] or f"{found[2]}: [", file.read_text(encoding="utf-8"))
     try:
         return config_of(text_format.Parse(text, messages.ModelConfig(), allow_unknown_field=True))

@@ -11,8 +11,8 @@ import psutil
 _LOOPBACK: Final = ("127.", "::1")
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _START_TIME: Final = 19
-"""The place of the start time in /proc/PID/stat, counted after the name of the process, which may hold
-anything."""
+"""The index of the start time in /proc/PID/stat, counted after the name of the process, because the name may
+contain any characters."""
 
 
 class ListeningProcess:
@@ -26,12 +26,11 @@ class ListeningProcess:
 
     @property
     def address(self) -> str:
-        """The address of the server. It is the same for all names of loopback on this machine."""
+        """The address of the server. All names of loopback give one address."""
         return f"{'localhost' if self._host in _LOCAL_NAMES else self._host}:{self._port}"
 
     def incarnation(self) -> str:
-        """Return a text that differs after each start of the server; empty where its process can't be
-        seen."""
+        """Return a text that differs after each start of the server; empty if its process cannot be seen."""
         if not self._found or is_gone(self._found):
             pid = self._find()
             self._found = "" if pid is None else _text_of(pid)
@@ -39,7 +38,7 @@ class ListeningProcess:
 
     def _find(self) -> int | None:
         try:
-            addresses = {found[4][0] for found in socket.getaddrinfo(self._host, self._port)}
+            addresses = {info[4][0] for info in socket.getaddrinfo(self._host, self._port)}
             if not all(str(address).startswith(_LOOPBACK) for address in addresses):
                 return None
             for connection in psutil.net_connections("tcp"):
@@ -52,10 +51,10 @@ class ListeningProcess:
 
 
 def is_gone(process: str) -> bool:
-    """Return True if that process has ended. A process of another machine, or of another namespace of
-    processes, cannot be seen here and counts as there."""
-    machine, _, found = process.rpartition("/")
-    pid, _, started = found.partition("@")
+    """Return True if the process has ended. A process of another machine, or of another pid namespace,
+    cannot be seen here and counts as alive."""
+    machine, _, pid_and_start = process.rpartition("/")
+    pid, _, started = pid_and_start.partition("@")
     try:
         return machine == _machine() and _start_time(int(pid)) != started
     except (OSError, ValueError):
@@ -75,8 +74,8 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Return the start in ticks since the boot, which no change of the clock moves; empty if there is no such
-    process. Raises OSError if it cannot be seen."""
+    """Return the start time of a process in ticks since boot, which does not depend on the wall clock; empty
+    if there is no such process. Raises OSError if the process cannot be seen."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,5 +1,5 @@
-"""Reads over HTTP what a Triton server shows there alone: the whole configuration of a loaded model, and the
-GPUs that the server sees."""
+"""Reads the values that a Triton server shows only over HTTP: the whole configuration of a loaded model, and
+the GPUs that the server sees."""
 
 import json
 import re
@@ -14,14 +14,14 @@ from gpubroker_server.ports.models import HostFault, HostRefused
 _GPU: Final = re.compile(rb'^nv_gpu_memory_total_bytes\{[^}]*gpu_uuid="([^"]+)"', re.MULTILINE)
 
 _NOT_GROUPED: Final = frozenset({"dynamic_batching", "sequence_batching", "ensemble_scheduling"})
-"""The configuration says itself how requests are scheduled."""
+"""The fields by which a configuration itself says how requests are scheduled."""
 
 _MICROSECONDS: Final = 1_000_000
 
 
 async def visible_gpus(metrics: ModelBackend, within_seconds: Seconds) -> tuple[str, ...]:
-    """UUIDs, sorted; empty if the metrics list no GPUs. Of a MIG instance Triton names the GPU. Raises
-    HostRefused: nothing was sent that changes anything."""
+    """Return the sorted UUIDs of the GPUs that the server sees; empty if its metrics list none. For a MIG
+    instance Triton lists the whole GPU. Raises HostRefused."""
     try:
         body = await _get(metrics, "/metrics", within_seconds)
     except NotFetched as fault:
@@ -43,8 +43,8 @@ async def model_config(web: ModelBackend, model: str, within_seconds: Seconds) -
 
 
 def with_dynamic_batching(config: dict[str, Any], rules: BatchRules) -> str:
-    """The whole configuration with dynamic batching, as JSON. Empty if the model takes no batches, or says
-    itself how its requests are scheduled."""
+    """Return the whole configuration with dynamic batching, as JSON. It is empty if the model takes no
+    batches, or if its configuration itself says how requests are scheduled."""
     most_rows = min(rules.most_rows, int(config.get("max_batch_size", 0)))
     is_decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
     if most_rows <= 1 or is_decoupled or config.keys() & _NOT_GROUPED:
@@ -55,7 +55,7 @@ def with_dynamic_batching(config: dict[str, Any], rules: BatchRules) -> str:
 
 
 async def _get(web: ModelBackend, path: str, within_seconds: Seconds) -> bytes:
-    """Return the body that the server answers with status 200. Raises NotFetched for anything else."""
+    """Return the body of the server's answer. Raises NotFetched for any status but 200."""
     response = await web.fetch(RequestHead(b"GET", path.encode(), (), 0), b"", within_seconds)
     if response.status != 200:
         raise NotFetched(Trouble.BROKEN, f"status {response.status} for {path}")

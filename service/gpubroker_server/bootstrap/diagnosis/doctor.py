@@ -1,4 +1,5 @@
-"""`gpubroker doctor` without a service: reads of this machine what the settings need."""
+"""`gpubroker doctor`: examines this machine for the needs of the settings, and asks the service if it
+answers."""
 
 import contextlib
 import errno
@@ -45,7 +46,7 @@ _PACKAGES = ("gpubroker", "gpubroker-server", "ray")
 def findings_for(settings: Settings) -> list[FoundByDoctor]:
     """Return the findings about this machine and, if it answers, the service, the worst first."""
     machine = list(about_machine(look_at_machine(settings)))
-    # A service is found as the SDK finds it, with these settings' data directory.
+    # The SDK finds the service by the data directory of these settings.
     os.environ.setdefault("GPUBROKER_DATA_DIR", str(settings.data_dir))
     try:
         with connect() as broker:
@@ -54,20 +55,21 @@ def findings_for(settings: Settings) -> list[FoundByDoctor]:
         fleet, has_started = [], (settings.data_dir / "client.json").exists()
         is_refused = error.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
         machine.append(unreachable_service(str(error), has_started=has_started, is_refused=is_refused))
-    found = [*map(_told, machine), *fleet]
+    findings = [*map(_told, machine), *fleet]
     order = [severity.value for severity in Severity]
-    return sorted(found, key=lambda finding: order.index(finding.severity))
+    return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
 def _told(finding: Finding) -> FoundByDoctor:
-    """Return what was found on this machine as if the service had found it. Nobody knows since when."""
+    """Return a finding about this machine in the form of the service's findings. It has no time since when
+    it holds."""
     fields = {name: getattr(finding, name) for name in Diagnosis.__struct_fields__}
     return decode(FoundByDoctor, {**fields, "evidence": dict(finding.evidence)})
 
 
 def look_at_machine(settings: Settings) -> MachineSeen:
-    """Look at this machine. Changes nothing, and takes a few seconds at most for each address that does not
-    answer."""
+    """Return the facts about this machine. This changes nothing, and takes at most a few seconds for each
+    address that does not answer."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     runs_ray = settings.engine == "ray"
     has_local_ray = runs_ray and not settings.ray.address
@@ -92,10 +94,10 @@ def look_at_machine(settings: Settings) -> MachineSeen:
 
 
 def _taken_ports(settings: Settings) -> Iterator[TakenPort]:
-    """Yield the ports that others than a service of ours have taken."""
+    """Yield the configured ports that programs other than gpubroker have taken."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     for setting, port in (("port", settings.port), ("triton.grpc_port", settings.triton.grpc_port)):
-        # Where the service answers, its other ports are its own as well.
+        # If the service answers, its own ports are taken by itself.
         if (
             port
             and _is_taken(settings.host, port)
@@ -132,19 +134,20 @@ def _unreached(settings: Settings) -> Iterator[Unreached]:
 
 
 def _addresses(settings: Settings) -> Iterator[tuple[str, str, int]]:
-    """(setting, host, port) of what the service connects to, besides the database."""
+    """Yield the setting, the host and the port of each address to which the service connects, besides the
+    database."""
     if settings.engine == "ray" and settings.ray.address:
         host, _, port = settings.ray.address.rpartition(":")
         yield "ray.address", host.strip("[]"), int(port)
     for server in settings.triton.servers:
         for url in (server.http_url, server.grpc_url):
-            found = urlsplit(url or "")
-            if found.hostname and found.port:
-                yield f"triton.servers.{server.name}", found.hostname, found.port
+            parts = urlsplit(url or "")
+            if parts.hostname and parts.port:
+                yield f"triton.servers.{server.name}", parts.hostname, parts.port
 
 
 def _inotify() -> tuple[int, int]:
-    """(instances of this user, as many as it may have)"""
+    """Return the number of this user's inotify instances, and the most that it may have; 0 if unknown."""
     used = 0
     for process in psutil.process_iter(["uids"]):
         uids = process.info["uids"]
@@ -166,7 +169,7 @@ def _target(file: Path) -> str:
 
 
 def _place(path: Path) -> DiskRoom | None:
-    """Return the place; None if it does not exist."""
+    """Return the total and the free bytes of a path's file system; None if the path does not exist."""
     try:
         use = shutil.disk_usage(path)
     except OSError:
@@ -180,7 +183,7 @@ def _size_mb(path: Path) -> int | None:
 
 
 def _fault_of(data_dir: Path) -> str:
-    """A directory that does not exist is made by the first start."""
+    """Return why the data directory cannot be used; empty if it can, or if the first start will make it."""
     if not data_dir.exists():
         return ""
     if not data_dir.is_dir():

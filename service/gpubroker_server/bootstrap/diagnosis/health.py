@@ -1,7 +1,8 @@
-"""`gpubroker health`: whether the process lives that runs by these settings on this machine.
+"""`gpubroker health`: finds out whether the process of these settings lives on this machine.
 
-It is asked by what it leaves behind: a service or a gateway by the address in client.json, a broker by its
-file, a Ray node by its raylet's socket. Whether it can do its work at the moment is what /readyz answers.
+A service or a gateway is asked at the address in client.json. A broker is judged by the age of its file, and
+a Ray node by its raylet's socket. Whether a process can do its work at the moment is answered by /readyz
+instead.
 """
 
 import json
@@ -28,8 +29,8 @@ class Liveness(Struct, frozen=True):
 
 
 def health_of(data_dir: Path, role: Literal["serve", "gateway", "broker", "node"] | None) -> Liveness:
-    """Return the health of the process that this command started. Without a role: of the service or gateway
-    that has started with this data directory, else of its broker. A node is what `ray start` started on this
+    """Return the health of the process with this role. Without a role, it is the service or the gateway of
+    this data directory, or else its broker. The role `node` is the Ray node that `ray start` started on this
     machine."""
     client = data_dir / "client.json"
     if role == "node":
@@ -40,19 +41,19 @@ def health_of(data_dir: Path, role: Literal["serve", "gateway", "broker", "node"
 
 
 def health_at(url: str) -> Liveness:
-    """Return the health of the service or gateway at this address, also through a proxy with TLS:
-    certificates are trusted as SSL_CERT_FILE says."""
-    # Not through the proxy of the environment, which is for the way out.
+    """Return the health of the service or gateway at this address. The address may be that of a TLS proxy,
+    whose certificate is verified by SSL_CERT_FILE."""
+    # The proxy of the environment is not used, because it is for outward requests.
     direct = build_opener(ProxyHandler({}))
     try:
         with direct.open(f"{url.rstrip('/')}/healthz", timeout=ANSWER_SECONDS) as answer:
-            found = json.loads(answer.read(MOST_BYTES))
+            health = json.loads(answer.read(MOST_BYTES))
     except HTTPError as refused:
         return Liveness(False, f"{url} answers {refused.code}; is gpubroker there?")
     except (OSError, HTTPException, ValueError) as fault:
         cause = getattr(fault, "reason", None) or fault
         return Liveness(False, f"no healthy answer from {url}: {cause}")
-    if not isinstance(found, Mapping) or found.get("status") != "ok":
+    if not isinstance(health, Mapping) or health.get("status") != "ok":
         return Liveness(False, f"{url} answers, but not as gpubroker does; is another program there?")
     return Liveness(True, f"{url} answers")
 

@@ -1,6 +1,7 @@
-"""The disk guard of one node: which files may go, and their deletion, when the leader asks.
+"""The disk guard of one node: it finds files that may be deleted, and deletes them when the leader orders it.
 
-In a thread of its own, one question at a time. What is mounted and does not answer is left out.
+The guard answers one question at a time, in a thread of its own. File systems that do not answer are left
+out.
 """
 
 import asyncio
@@ -46,32 +47,32 @@ from gpubroker_server.core.domain.units import Instant
 log = structlog.get_logger("gpubroker.agent")
 
 MOST_FILES = 100_000
-"""Files that one look counts in each root."""
+"""The most files of each root that one pass examines."""
 MOST_DELETED = 1_000
 """The most files that one pass deletes."""
 PASS_SECONDS = 600.0
 """The time limit of a pass, not counting the sync commands."""
 LISTING_BYTES = 64 * 2**20
 ANSWER_SECONDS = 5.0
-"""A root that takes longer to say how much room it has is left out."""
+"""A root is left out if it does not tell its free space within this time."""
 
 
 class DiskTask(DiskQuestion, frozen=True, kw_only=True):
-    """A question that this agent works on."""
+    """A question of the leader, with the mounts that do not answer now."""
 
     away: tuple[str, ...] = ()
-    """Mounts that do not answer."""
+    """The mount points of file systems that do not answer."""
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> "DiskTask":
-        """Return the question of a `disk` order as it travels."""
+        """Return the task for the values of a `disk` order."""
         request, roots, spared, warn, old_seconds, deletes, runs_sync, live, above = values
-        found = None if deletes is None else tuple(_found(*file) for file in deletes)
+        to_delete = None if deletes is None else tuple(_found(*file) for file in deletes)
         watched = tuple(WatchedRoot(root[0], FileClass(root[1]), *root[2:]) for root in roots)
-        return cls(request, watched, spared, warn, old_seconds, found, runs_sync, live, above)
+        return cls(request, watched, spared, warn, old_seconds, to_delete, runs_sync, live, above)
 
     def live_at(self, root: str, files: Iterable[str]) -> set[str]:
-        """Return the live checkpoints by the names that they have below this root, where these files are."""
+        """Return the paths of live checkpoints below this root. `files` are the paths of the files there."""
         return own_names(root, files, (path for path in self.live if not is_at(path, self.away)))
 
     def digest(self, root: WatchedRoot) -> str:
@@ -100,18 +101,18 @@ BUSY = Answer(message="the node's agent is busy with another look at its disks; 
 
 class DiskCleaner:
     def __init__(self, folder: Path, report: Callable[[Report], None]) -> None:
-        """`folder`: the folder in which the agent keeps its records."""
+        """`folder` is the directory in which the agent keeps its records."""
         self._folder = folder
         self._report = report
         self._thread = ThreadPoolExecutor(1, "disk guard")
         self._jobs: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self._questions: dict[str, FileQuestion] = {}
-        """Root -> the question about its files."""
+        """The question for the free space of each root."""
 
     def take(self, values: Sequence[Any]) -> None:
-        """Answer an order with a report, some time later. A mere look, of which there may be any number, is
-        refused at once if the guard is busy; what cleans waits for its turn."""
+        """Answer an order with a report later. An order that neither cleans nor deletes is refused at once
+        if the guard is busy, because clients may send any number of them; other orders wait."""
         task = DiskTask.of(values)
         if self._jobs and task.deletes is None and not task.runs_sync:
             self._tell(task, BUSY)
@@ -129,7 +130,8 @@ class DiskCleaner:
             self._jobs -= {asyncio.current_task()}
 
     async def _do(self, task: DiskTask) -> None:
-        """A thread that hangs keeps it busy, unless the next pass leaves out what it hangs at."""
+        """Run one pass and report its answer. If the thread hangs at a file system, it is replaced and the
+        next pass leaves that file system out; if it hangs for another reason, the guard stays busy."""
         loop = asyncio.get_running_loop()
         syncs = [root for root in task.roots if task.runs_sync and root.sync_command]
         seconds = PASS_SECONDS + sum(root.sync_seconds for root in syncs)
@@ -170,7 +172,8 @@ class DiskCleaner:
         self._report(("disk", time.time(), task.request, files, kept, answer.is_first, answer.message))
 
     def _look(self, task: DiskTask) -> Answer:
-        """The first at a root with this configuration is remembered, once it has seen what may go there."""
+        """Return the files that may be deleted. The first cleaning pass at a root with a new configuration
+        only lists them, and its configuration is remembered."""
         spared = self._spared(task)
         known, looked = self._known(), set[str]()
         messages: list[str] = []
@@ -213,17 +216,17 @@ class DiskCleaner:
     def _files_of(
         self, root: WatchedRoot, task: DiskTask, spared: frozenset[FileId], messages: list[str]
     ) -> Iterator[FileSeen]:
-        """Yield the files of a root that may go. Raises OSError, and Unsafe if nothing of this root may
-        go."""
+        """Yield the files of a root. Raises OSError, and Unsafe if nothing below this root may be deleted."""
         walk = Walk(root.path, MOST_FILES, spared)
         walk.run()
         synced: Mapping[str, int] = {}
         if root.sync_command and task.runs_sync:
-            synced = listing_of(root)  # of files that are known by now: what takes the place of one stays
+            # The sync command runs after the walk, so that it has copied every file that the walk found.
+            synced = listing_of(root)
         if not walk.is_complete:
             message = f"not all of it could be read, or it has more than {MOST_FILES} files"
             if root.file_class is FileClass.CHECKPOINT:
-                raise Unsafe(message)  # the newest one may be among what was not seen
+                raise Unsafe(message)  # the newest checkpoint may be among the files that were not seen
             messages.append(f"{root.path}: {message}")
         for path, status, has_journal in walk.entries:
             may_be_empty = root.file_class is FileClass.EMPTY_DATABASE and not has_journal
@@ -243,8 +246,8 @@ class DiskCleaner:
             )
 
     def _delete(self, task: DiskTask, files: Sequence[FoundFile]) -> Answer:
-        """Delete the files that have not changed since they were found, are below a root of the order, and
-        are not open."""
+        """Delete those files that have not changed since they were listed, are below a root of the order,
+        and are not open."""
         known, spared = self._known(), self._spared(task)
         shown = {(root.path, root.file_class) for root in task.roots if task.digest(root) in known}
         if not shown.issuperset((file.root, file.file_class) for file in files):
@@ -272,7 +275,8 @@ class DiskCleaner:
     def _left_because(
         self, file: FoundFile, task: DiskTask, spared: frozenset[FileId], *, deletes: bool
     ) -> str:
-        """Return the reason why the file stays. Empty: it may go, and has been deleted if `deletes`."""
+        """Return the reason why a file stays. It is empty if the file may be deleted; with `deletes`, the
+        file then has been deleted."""
         name = file.path.rpartition("/")[2]
         try:
             with (
@@ -292,7 +296,7 @@ class DiskCleaner:
                 if time.time() - status.st_mtime < task.old_seconds:
                     return "young"
                 if status.st_nlink > 1:
-                    return "has_links"  # no room would be made
+                    return "has_links"  # its deletion would free no space
                 if file.file_class is FileClass.EMPTY_DATABASE and _has_journal(name, directory):
                     return "has_journal"
                 if deletes and not deleted(held, name, directory):
@@ -303,14 +307,15 @@ class DiskCleaner:
         return ""
 
     def _spared(self, task: DiskTask) -> frozenset[FileId]:
-        """Directories of the service, whatever names they have here."""
-        found = set()
+        """Return the directories of the service, which are never entered. They are identified by device and
+        inode, because they may have other names."""
+        directories = set()
         for path in (*task.spared, str(self._folder)):
             try:
-                found.add(file_id(os.stat(path)))
+                directories.add(file_id(os.stat(path)))
             except FileNotFoundError:
                 continue
-        return frozenset(found)
+        return frozenset(directories)
 
     @property
     def _memory(self) -> Path:
@@ -325,8 +330,9 @@ class DiskCleaner:
 
 
 def listing_of(root: WatchedRoot) -> Mapping[str, int]:
-    """Run the sync command in the root. Path below the root -> size, of each file that its copy has. Raises
-    Unsafe if it fails, or prints anything else than `SIZE PATH` and a NUL for each: names may have lines."""
+    """Run the sync command in the root, and return the size of each file that the copy has, by its path
+    below the root. Raises Unsafe if the command fails, or does not print `SIZE PATH` and a NUL byte for each
+    file. The NUL byte ends an entry, because names may contain line breaks."""
     command = f"its sync command {root.sync_command[0]}"
     try:
         with subprocess.Popen(  # noqa: S603  # the operator's
@@ -336,7 +342,7 @@ def listing_of(root: WatchedRoot) -> Mapping[str, int]:
             try:
                 printed = _printed(process, root.sync_seconds)
             except (Unsafe, subprocess.TimeoutExpired):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+                os.killpg(process.pid, signal.SIGKILL)  # this ends its children too
                 raise
     except (OSError, Unsafe, subprocess.TimeoutExpired) as fault:
         raise Unsafe(f"{command} failed: {fault}") from None
@@ -356,8 +362,8 @@ def listing_of(root: WatchedRoot) -> Mapping[str, int]:
 
 
 def _printed(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Return all that the process prints until it ends. Raises TimeoutExpired, and Unsafe if that is too
-    much."""
+    """Return all that the process prints until it ends. Raises TimeoutExpired, and Unsafe if the output has
+    more than LISTING_BYTES."""
     assert process.stdout is not None
     output, printed, until = process.stdout.fileno(), bytearray(), time.monotonic() + seconds
     readable = select.poll()

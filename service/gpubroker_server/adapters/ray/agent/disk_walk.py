@@ -1,5 +1,5 @@
-"""The files below the roots of the disk guard. No symbolic link is followed, and nothing that is mounted
-there is entered: every directory is opened by its name relative to the descriptor of the one above it."""
+"""The files below the roots of the disk guard. No symbolic link is followed, and no other mount is entered:
+every directory is opened by its name relative to the descriptor of its parent."""
 
 import errno
 import fcntl
@@ -17,19 +17,20 @@ from typing import NamedTuple
 FileId = tuple[int, int]
 """Device and inode."""
 Mount = tuple[int, str]
-"""Device, and what the kernel calls the mount: a part of the same device may be mounted somewhere else."""
+"""The device, and the kernel's line with the id of the mount. The id is needed, because a part of the same
+device may be mounted elsewhere."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 DEEPEST = 64
-"""The most levels of directories."""
+"""The most levels of directories that are entered."""
 SQLITE_HEADER = b"SQLite format 3\x00"
 LARGEST_DATABASE_BYTES = 64 * 2**20
-"""A larger one is not read, and counts as one with rows."""
+"""A larger database is not read, and is taken for one with rows."""
 
 
 class Unsafe(Exception):
-    """The text says why nothing here may be deleted."""
+    """Nothing here may be deleted. The message says why."""
 
 
 class Entry(NamedTuple):
@@ -45,15 +46,15 @@ class Entry(NamedTuple):
 class Walk:
     root: str
     most: int
-    """The most files: the walk ends there."""
+    """The most files that the walk collects. It ends there."""
     spared: frozenset[FileId]
-    """Directories that are not entered."""
+    """The directories that are not entered."""
     is_complete: bool = True
     """True if the walk saw everything below the root."""
     entries: list[Entry] = field(default_factory=list)
 
     def run(self) -> None:
-        """Walk through the root. Raises OSError and Unsafe."""
+        """Collect the files below the root in `entries`. Raises OSError and Unsafe."""
         with opened_root(self.root, self.spared) as (root, mount):
             self._enter(root, "", mount, 0)
 
@@ -64,7 +65,7 @@ class Walk:
         known = frozenset(names)
         for name in names:
             try:
-                name.encode()  # what is found is told as text
+                name.encode()  # a path is reported as text, so it must be valid UTF-8
                 status = os.stat(name, dir_fd=directory, follow_symlinks=False)
                 if stat.S_ISDIR(status.st_mode):
                     self._enter_below(directory, name, f"{prefix}{name}/", mount, depth + 1)
@@ -108,13 +109,13 @@ def opened(name: str, flags: int, directory: int | None = None) -> Iterator[int]
 
 @contextmanager
 def opened_root(root: str, spared: frozenset[FileId]) -> Iterator[tuple[int, Mount]]:
-    """Open the root and yield its descriptor and mount. Raises OSError, and Unsafe if it is in a directory
-    that is spared, or is a symbolic link."""
+    """Open the root and yield its descriptor and mount. Raises OSError, and Unsafe if the root is in a
+    spared directory or is a symbolic link."""
     if os.path.islink(root):
         real = os.path.realpath(root)
         raise Unsafe(f"{root} is a symbolic link, which is not followed; write {real} in fleet.disk.roots")
-    with opened(root, _DIRECTORY) as found:
-        above = os.dup(found)
+    with opened(root, _DIRECTORY) as descriptor:
+        above = os.dup(descriptor)
         try:
             while True:
                 seen = os.fstat(above)
@@ -123,16 +124,17 @@ def opened_root(root: str, spared: frozenset[FileId]) -> Iterator[tuple[int, Mou
                 higher = os.open("..", _DIRECTORY, dir_fd=above)
                 os.close(above)
                 above = higher
-                if os.path.sameopenfile(above, found) or file_id(os.fstat(above)) == file_id(seen):
+                if os.path.sameopenfile(above, descriptor) or file_id(os.fstat(above)) == file_id(seen):
                     break
         finally:
             os.close(above)
-        yield found, mount_of(found)
+        yield descriptor, mount_of(descriptor)
 
 
 @contextmanager
 def opened_directory_of(root: int, path: str, mount: Mount, spared: frozenset[FileId]) -> Iterator[int]:
-    """The directory of a file below the root. Raises OSError, and Unsafe if the way leads elsewhere."""
+    """Open the directory of a file below the root and yield its descriptor. Raises OSError, and Unsafe if
+    the path leaves the root's mount or enters a spared directory."""
     descriptor = os.dup(root)
     try:
         for name in path.split("/")[:-1]:
@@ -149,21 +151,23 @@ def opened_directory_of(root: int, path: str, mount: Mount, spared: frozenset[Fi
 
 
 def mount_point_of(path: str) -> str:
-    """Return the mount point of a path, told from names alone: what is mounted there may hang."""
+    """Return the mount point of a path. It is found by names alone, because the file system there may
+    hang."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
         points = [mount.split()[4] for mount in mounts]
     return max((point for point in points if is_at(path, (point,))), key=len, default="/")
 
 
 def is_at(path: str, places: Iterable[str]) -> bool:
-    """Return True if the path is one of these places, or below one."""
+    """Return True if the path is one of these places or below one of them."""
     return any(f"{path}/".startswith(f"{place.rstrip('/')}/") for place in places)
 
 
 @contextmanager
 def not_opened_by_others(held: int) -> Iterator[bool | None]:
-    """Yield True if nothing else has the file open; while this lasts, the kernel lets nothing else open it.
-    Yield None where the file system has no such leases, or lets only the file's owner have them."""
+    """Take a lease on an open file. Yield True if nothing else has the file open; the kernel then lets
+    nothing else open it until the context ends. Yield False if the file is open elsewhere. Yield None if the
+    file system has no leases, or allows them only to the file's owner."""
     fcntl.fcntl(held, fcntl.F_SETSIG, signal.SIGURG)  # the signal of a waiting open would end this process
     try:
         fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -177,13 +181,14 @@ def not_opened_by_others(held: int) -> Iterator[bool | None]:
 
 
 def is_named(held: int, name: str, directory: int) -> bool:
-    """Return True if the name stands for the file that is open as `held`."""
+    """Return True if the name in this directory stands for the file that is open as `held`."""
     return os.path.samestat(os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(held))
 
 
 def deleted(held: int, name: str, directory: int) -> bool:
-    """Delete the file, unless the name stands for another one by now, or something waits to open it, which a
-    lease holds up. It gets a name of its own first, for whatever has the name is what `unlink` deletes."""
+    """Delete the file that is open as `held`, and return True. Return False and keep it if the name stands
+    for another file by now, or if a process waits for the lease to open it. The file is renamed first,
+    because `unlink` deletes whichever file has the name."""
     moved_name = f".gpubroker-{os.urandom(8).hex()}"
     os.rename(name, moved_name, src_dir_fd=directory, dst_dir_fd=directory)
     may_go = is_named(held, moved_name, directory) and fcntl.fcntl(held, fcntl.F_GETLEASE) == fcntl.F_WRLCK
@@ -194,28 +199,28 @@ def deleted(held: int, name: str, directory: int) -> bool:
 
 
 def own_names(root: str, files: Iterable[str], paths: Iterable[str]) -> set[str]:
-    """Return the names of these paths from the root on, whatever links and mounts they lead through to the
-    root or to a directory of its `files`. A path that the root is in gives the root itself."""
-    known: dict[FileId, str] = {}
+    """Return the paths below the root that stand for these paths, which may reach the root or a directory of
+    its `files` through links and mounts. For a path that contains the root, the root itself is returned."""
+    names: dict[FileId, str] = {}
     above = {file_id(os.stat(place)) for place in PurePath(os.path.realpath(root)).parents}
     for below in {PurePath(), *(place for path in files for place in PurePath(path).parents)}:
         with suppress(OSError):
-            known[file_id(os.stat(root / below))] = str(root / below)
-    found = set()
+            names[file_id(os.stat(root / below))] = str(root / below)
+    own_paths = set()
     for form in {PurePath(form) for path in paths for form in (path, os.path.realpath(path))}:
         for place in (form, *form.parents):
             with suppress(OSError):
                 file = file_id(os.stat(place))
-                if file in known:
-                    found.add(os.path.join(known[file], form.relative_to(place)))
+                if file in names:
+                    own_paths.add(os.path.join(names[file], form.relative_to(place)))
                 elif file in above and place == form:
-                    found.add(root)
-    return found
+                    own_paths.add(root)
+    return own_paths
 
 
 def is_empty_database(root: str, path: str, spared: frozenset[FileId]) -> bool:
-    """Return True if the path is a SQLite file of which no table has a row. It is read from one descriptor,
-    as bytes: its path may lead elsewhere meanwhile."""
+    """Return True if the path is a SQLite file in which no table has a row. The file is read as bytes from
+    one descriptor, because its path may stand for another file meanwhile."""
     try:
         with (
             opened_root(root, spared) as (top, mount),

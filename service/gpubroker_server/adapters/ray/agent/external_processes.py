@@ -1,4 +1,5 @@
-"""Processes that others started and that hold a lease: measured and watched, never signalled."""
+"""Processes that users started themselves and that hold a lease. They are measured and watched, but never
+signalled."""
 
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -37,8 +38,8 @@ class ExternalProcess:
 
 
 class ExternalProcesses:
-    """The external processes of one node. Each has a record, so that a later agent watches the same process,
-    not its pid."""
+    """The external processes of one node. Each has a record, so that a later agent watches the process
+    itself and not another one that has its pid by then."""
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class ExternalProcesses:
         measure: Callable[[Sequence[str]], Coroutine[Any, Any, list[WireSample]]],
         do: Callable[[str, Callable[[], Coroutine[Any, Any, None]]], None],
     ) -> None:
-        """`runner_pids`: the processes that runs are in or will be. `do` tries a job in the background until
-        it succeeds."""
+        """`runner_pids` returns the process ids of runners. `do` runs a job in the background and repeats it
+        until it succeeds."""
         self._files = files
         self._instance = instance
         self._ray_node = ray_node
@@ -71,7 +72,7 @@ class ExternalProcesses:
         return (external.gone for external in self._known.values() if external.gone is not None)
 
     def alive(self) -> dict[str, tuple[ProcessId, Leases]]:
-        """Return the processes that are watched, by the key of the run."""
+        """Return the watched processes and their leases, by the key of the run."""
         return {
             str(key): (external.watched.id, external.leases)
             for key, external in self._known.items()
@@ -79,8 +80,8 @@ class ExternalProcesses:
         }
 
     def watch(self, key: RunKey, pid: int, leases: Leases) -> None:
-        """A second request changes nothing: the pid may be another process's by now. Reports a process that
-        is absent, or that is not external, as gone."""
+        """Begin to watch a process. A process that is absent or not external is reported as gone. A repeated
+        call changes nothing, because the pid may belong to another process by now."""
         if key in self._known:
             return
         external = ExternalProcess(leases)
@@ -108,7 +109,7 @@ class ExternalProcesses:
                 external.watched.close()
 
     def _is_taken(self, pid: int) -> bool:
-        """Return True if the memory of this process counts, or would count, as that of another holder."""
+        """Return True if the memory of this process is or would be attributed to another holder."""
         table = process_table()
         leased = (other.watched.id.pid for other in self._known.values() if other.watched is not None)
         # The agent starts no process of its own, so only its ancestors cannot hold a lease.
@@ -130,7 +131,7 @@ class ExternalProcesses:
             self._do(f"watching the process of {record.key}", again)
 
     def _watch(self, external: ExternalProcess, record: RunRecord) -> None:
-        """Watch the process of the record. Raises OSError; then it is not watched."""
+        """Watch the process of the record. If that fails, raises OSError, and the process is not watched."""
         self._files.write_record(record)
         try:
             external.watched = WatchedProcess(record.process, partial(self._note_end, record.key, external))
@@ -143,7 +144,7 @@ class ExternalProcesses:
         self._do(f"reporting that the process of {key} is gone", job)
 
     async def _report_gone(self, key: RunKey, external: ExternalProcess, proof: str) -> None:
-        """Report the end of the process. Its devices are measured after it."""
+        """Report the end of the process with samples of its devices that are measured after it."""
         samples = await self._measure([uuid for uuid, _mb in external.leases])
         if self._known.get(key) is external:
             external.gone = gone(key, proof, samples)

@@ -1,4 +1,4 @@
-"""Measures the machine of a node besides its GPUs: CPUs, memory, disks, network, Ray's object store."""
+"""Measures the CPUs, memory, disks and network of a node's machine, and Ray's object store there."""
 
 import asyncio
 import contextlib
@@ -22,17 +22,19 @@ from gpubroker_server.core.domain.units import MIB_BYTES
 log = structlog.get_logger("gpubroker.agent")
 
 ANSWER_SECONDS = 0.5
-"""A sample waits no longer for a file system. It then goes without it, and asks it again once it has
-answered."""
+"""The longest wait of a sample for a file system. After it the file system is left out of the sample, and is
+asked again only once it has answered."""
 MOST_BYTES = 2**62
-"""The most bytes reported of a file system; some network file systems report more than a report may have."""
+"""The largest size that is reported of a file system. Some network file systems report a size beyond the
+limit of a report's field."""
 PRESSURE = Path("/proc/pressure/memory")
 
 Answer = tuple[int, ...] | None
 
 
 class FileQuestion:
-    """One question about files, asked in a thread of its own, since a file on a hung mount blocks it."""
+    """A question about files that can be asked again and again. It has a thread of its own, because a file
+    on a hung mount blocks the thread."""
 
     def __init__(self, path: str, ask: Callable[[str], tuple[int, ...]]) -> None:
         self._path = path
@@ -43,7 +45,8 @@ class FileQuestion:
         """The reason why the last answer is missing."""
 
     def begin(self) -> "asyncio.Future[Answer] | None":
-        """The answer is None if there is none; no question while the last one has no answer yet."""
+        """Ask the question. Returns the future answer, which is None if the question fails; returns None if
+        the previous question has no answer yet."""
         if self._asked is not None and not self._asked.done():
             self._note("it does not answer")
             return None
@@ -70,7 +73,8 @@ class RaySession(NamedTuple):
 
     directory: str
     spill_directory: str
-    """The directory into which Ray spills objects for lack of memory, unless it is configured otherwise."""
+    """The directory into which Ray spills objects when memory is short, unless Ray is configured
+    otherwise."""
     object_store_bytes: int
     """The size of the object store; 0 if the session has none, or it is unknown."""
 
@@ -79,16 +83,16 @@ class Network(NamedTuple):
     received_bytes: int
     sent_bytes: int
     share: float | None
-    """The share of its speed that the busiest interface used since the last look, in the busier direction;
-    None if no interface has a speed."""
+    """The share of its speed that the busiest interface has used since the previous measurement, in its
+    busier direction; None if no interface has a known speed."""
 
 
 class NetworkMeter:
-    """Measures the traffic of all interfaces but loopback."""
+    """Measures the traffic of all network interfaces but loopback."""
 
     def __init__(self) -> None:
         self._bytes: Mapping[str, tuple[int, int]] = {}
-        """The bytes received and sent, by interface."""
+        """The bytes that each interface had received and sent at the previous measurement."""
         self._read_at = 0.0
 
     def read(self) -> Network:
@@ -110,17 +114,17 @@ class NetworkMeter:
 
 class HostMeter:
     def __init__(self, session: RaySession, directories: Iterable[str]) -> None:
-        """`directories`: whose file systems are measured besides the session's."""
+        """`directories` are those whose file systems are measured besides that of the session."""
         paths = dict.fromkeys((session.directory, *directories))
         self._disks = {path: FileQuestion(path, room_and_device_of) for path in paths}
         self._spill = FileQuestion(session.spill_directory, _total_mb)
         self._store_mb = session.object_store_bytes // MIB_BYTES
         self._network = NetworkMeter()
         self.peers = PeerPorts()
-        psutil.cpu_percent()  # each call tells the time since the one before
+        psutil.cpu_percent()  # each call measures the time since the previous one
 
     async def report(self, gpus: Mapping[str, GpuHealth]) -> Report:
-        """A `node_sampled` with what answers at once."""
+        """Return a `node_sampled` report with the values that are available within ANSWER_SECONDS."""
         at, memory, network = time.time(), psutil.virtual_memory(), self._network.read()
         cpu = min(1.0, psutil.cpu_percent() / 100)
         asked = {path: answer for path, disk in self._disks.items() if (answer := disk.begin())}
@@ -128,7 +132,7 @@ class HostMeter:
         if waited := [*asked.values(), *([spill] if spill else ())]:
             await asyncio.wait(waited, timeout=ANSWER_SECONDS)
         rooms = {path: room for path, answer in asked.items() if (room := _given(answer))}
-        # What is on one disk shows the same numbers, by which the leader knows it.
+        # All directories on one disk get equal numbers, by which the leader recognizes the shared disk.
         by_device = {device: (total, free) for total, free, device in rooms.values()}
         disks = [(path, *by_device[device]) for path, (_, _, device) in rooms.items()]
         spilled = _given(spill)
@@ -156,9 +160,9 @@ def _given(answer: "asyncio.Future[Answer] | None") -> Answer:
 def room_of(path: str) -> tuple[int, int]:
     """Return the total and the free bytes of a file system, as `df` shows them: without bytes that are
     reserved for root or by a quota."""
-    found = os.statvfs(path)
-    used, free = found.f_blocks - found.f_bfree, found.f_bavail
-    total_bytes, free_bytes = (used + free) * found.f_frsize, free * found.f_frsize
+    status = os.statvfs(path)
+    used, free = status.f_blocks - status.f_bfree, status.f_bavail
+    total_bytes, free_bytes = (used + free) * status.f_frsize, free * status.f_frsize
     return min(total_bytes, MOST_BYTES), min(free_bytes, MOST_BYTES)
 
 
@@ -168,7 +172,7 @@ def room_and_device_of(path: str) -> tuple[int, int, int]:
 
 
 def _total_mb(path: str) -> tuple[int]:
-    """Return the MiB of the files in a directory, which Ray makes at its first spill. Ray may delete files
+    """Return the MiB of the files in a spill directory; 0 before Ray has made it. Ray may delete files
     meanwhile."""
     total_bytes = 0
     with contextlib.suppress(FileNotFoundError):
@@ -179,7 +183,8 @@ def _total_mb(path: str) -> tuple[int]:
 
 
 def _memory_pressure() -> float | None:
-    """The share of the last 10 s in which processes waited for memory; None if the kernel does not say."""
+    """Return the share of the last 10 s in which processes waited for memory; None if the kernel does not
+    report it."""
     try:
         fields = PRESSURE.read_text().split()
         return min(1.0, float(fields[1].removeprefix("avg10=")) / 100)

@@ -1,4 +1,4 @@
-"""A cgroup for each run that says how much host memory it takes: the kernel then holds it to that."""
+"""A cgroup for each run that asks for host memory, so that the kernel enforces the limit."""
 
 import contextlib
 from pathlib import Path
@@ -12,9 +12,9 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 class MemoryCgroups:
-    """Makes cgroups beside the agent's own, where the kernel has version 2, memory is controlled, and this
-    user may make them. Elsewhere it makes none, and only the agent's own samples of each run's memory limit
-    it."""
+    """Makes cgroups beside the agent's own, if the kernel has cgroups of version 2 with the memory
+    controller and this user may make them. Otherwise it makes none, and runs are limited only by the agent's
+    own samples of their memory."""
 
     def __init__(self, filesystem: Path = CGROUP_FILESYSTEM, own: Path = OWN_CGROUP) -> None:
         self._parent: Path | None = None
@@ -26,11 +26,12 @@ class MemoryCgroups:
                 self._parent = parent
 
     def hold(self, order: RunOrder, pid: int) -> None:
-        """Move a process, and what it starts from now on, into a cgroup of the run. The kernel ends all of it
-        when it takes more than the run asked for; what the process had before is not counted."""
+        """Move a process, with the children that it starts from now on, into a cgroup of the run. The kernel
+        ends all of them when they take more memory than the run asked for. Memory that the process already
+        had is not counted."""
         if self._parent is None or order.memory_mb == 0:
             return
-        with contextlib.suppress(OSError):  # the agent looks too
+        with contextlib.suppress(OSError):  # the agent enforces the limit too
             group = self._of(order.key)
             group.mkdir(exist_ok=True)
             (group / "memory.max").write_text(str(order.memory_mb * 2**20))
@@ -38,7 +39,8 @@ class MemoryCgroups:
             (group / "cgroup.procs").write_text(str(pid))
 
     def breach_of(self, order: RunOrder) -> str:
-        """Return why the kernel has ended the run if it took more memory than it may; else empty."""
+        """Return the reason if the kernel has ended the run because of its memory; otherwise an empty
+        string."""
         with contextlib.suppress(OSError):
             events = (self._of(order.key) / "memory.events").read_text().split()
             counts = dict(zip(events[::2], events[1::2], strict=False))
@@ -47,7 +49,7 @@ class MemoryCgroups:
         return ""
 
     def release(self, key: RunKey) -> None:
-        """Remove the group once no process of the run is left."""
+        """Remove the cgroup of a run of which no process is left."""
         with contextlib.suppress(OSError):
             self._of(key).rmdir()
 

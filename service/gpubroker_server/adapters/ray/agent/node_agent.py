@@ -1,7 +1,8 @@
-"""The node agent: one per node, in a process that runs no user code, so that nothing takes its CPU away.
+"""The node agent: one per node, in a process that runs no user code, so that user code cannot block it.
 
-It answers one leader at a time. `announce` opens an incarnation: the agent refuses orders and polls of every
-earlier one from then on, and reports again everything that is not forgotten.
+The agent answers one leader at a time. `announce` begins an incarnation: from then on the agent refuses
+orders and polls of every earlier incarnation, and reports again everything that it was not ordered to
+forget.
 """
 
 import asyncio
@@ -39,14 +40,15 @@ from gpubroker_server.telemetry.logs import configure_logs
 log = structlog.get_logger("gpubroker.agent")
 
 DESERTED_SECONDS = 30.0
-"""If no poll comes for this time there is no broker: reports are not collected, and the next broker announces
-itself."""
+"""The time without a poll after which the agent takes the broker for gone. It then collects no reports until
+a broker announces itself."""
 
 FIRST_SAMPLE_SECONDS = 0.2
-"""Samples come quickly after an announcement, so that new devices are placeable at once."""
+"""The pause before the second sample after an announcement. It is short, so that new devices can be used at
+once."""
 
 OPENING_MEASURE_SECONDS = 5.0
-"""The answer to an announcement waits no longer for the devices; they can be measured later."""
+"""The longest wait of the answer to an announcement for the measurement of the devices."""
 LOG_LIMIT_SECONDS = 30.0
 WATCH_HEAD_SECONDS = 1.0
 LOST_HEAD_GRACE_SECONDS = 30.0
@@ -54,9 +56,9 @@ LOST_HEAD_GRACE_SECONDS = 30.0
 
 
 def gpu_choice(config: AgentConfig, own_start: Path = Path("/proc/self/environ")) -> GpuChoice | None:
-    """Return which GPUs of the machine are for this node: as the service says, or else what the node was
-    started with, as in a Slurm job. `own_start`: the environment at the start of this process, before Ray has
-    hidden all GPUs from it."""
+    """Return the choice of GPUs for this node: that of the service, or else that of the environment in which
+    the node was started, as in a Slurm job. `own_start` is a file with the environment of this process at
+    its start, before Ray hid all GPUs from it."""
     if config.visible_gpus is not None:
         return GpuChoice(*config.visible_gpus)
     for variable in own_start.read_bytes().split(b"\0"):
@@ -67,7 +69,7 @@ def gpu_choice(config: AgentConfig, own_start: Path = Path("/proc/self/environ")
 
 
 class LineageTerm(NamedTuple):
-    """A lineage and a term of it. Any term of a later lineage is above all terms of an earlier one."""
+    """A term of a lineage. Any term of a later lineage is greater than all terms of an earlier one."""
 
     lineage: int
     term: int
@@ -98,17 +100,18 @@ class NodeAgent:
         self._term = LineageTerm(0, 0)
         self._broker = ""
         self._protocol = PROTOCOL
-        """The form that the leader speaks."""
+        """The protocol that the leader speaks."""
         self._is_replaced = False
-        """The leader wants another configuration, and waits for the reports that only this agent has."""
+        """True if the leader wants an agent with another configuration. This agent ends once the reports
+        that only it has are received."""
         self._head_is_lost = False
         """True if the node has lost Ray's head: nothing new starts here, and the agent ends when its runs
         have left."""
         self._mailbox: Mailbox | None = None
         self._acknowledged = 0
-        """The number of reports in the mailbox that its reader has."""
+        """The number of the last report that the leader has received."""
         self._announced: Inventory | None = None
-        """The devices that the leader knows of."""
+        """The devices that were last reported to the leader."""
         self._runs: NodeRuns | None = None
         self._telling: tuple[asyncio.Task[None], ...] = ()
         self._measure_now = asyncio.Event()
@@ -122,18 +125,19 @@ class NodeAgent:
     async def announce(
         self, protocol: int, config: str, broker: str, lineage: int, term: int
     ) -> tuple[str, str] | tuple[str, int, int]:
-        """(`welcome`, the new incarnation), or why not: (`stale`, the known lineage and term) and
-        (`outdated`, ...).
+        """Begin an incarnation for a leader. Returns (`welcome`, the new incarnation), (`stale`, the known
+        lineage, the known term) or (`outdated`, the protocols that this agent speaks).
 
         A later lineage is welcome whatever its term. A term belongs to one process, so a database that gives
-        it to another one has lost commits. An outdated agent does not speak this form: try an older
-        one, or kill it and start another. An agent with another configuration takes no new runs, and ends
-        when it has reported what only it knows.
+        it to another process has lost commits, and the answer is `stale`. After `outdated`, the caller tries
+        an earlier protocol, or kills this agent and starts another one. An agent with another configuration
+        than the leader's takes no new runs, and ends when the reports that only it has are received.
         """
         async with self._opening:
             if self._leaving is not None:
-                await asyncio.shield(self._leaving)  # the next call finds the next agent
-            # Checked in here: a later term may have been announced while this call waited for the lock.
+                # This process ends, and the caller then finds the next agent.
+                await asyncio.shield(self._leaving)
+            # The check needs the lock: a later term may have been announced while this call waited for it.
             announced = LineageTerm(lineage, term)
             is_given_again = announced == self._term and self._broker not in ("", broker)
             if announced < self._term or is_given_again:
@@ -171,7 +175,8 @@ class NodeAgent:
             raise ValueError(f"{len(faults)} orders could not be carried out: {faults[0]}")
 
     async def poll(self, incarnation: str, acknowledged: int, timeout_seconds: float) -> tuple[int, bytes]:
-        """(number to acknowledge next, reports as bytes); (-1, b"") if another announcement was made."""
+        """Return the number to acknowledge next and the packed reports; (-1, b"") if another announcement
+        was made."""
         mailbox = self._mailbox
         if mailbox is None or incarnation != self._incarnation:
             return -1, b""
@@ -189,11 +194,11 @@ class NodeAgent:
         return read[-1][0], packed
 
     async def runner_of(self, task: str, fence: int, rank: int) -> str:
-        """The name of the actor that has this run, for calls to it; empty if none has."""
+        """Return the name of the actor that has this run, for calls to it; empty if no actor has it."""
         return "" if self._runs is None else self._runs.table.runner_of(RunKey(task, fence, rank))
 
     async def leave(self) -> None:
-        """Kill every run and every process of ours on this node, then this one, and remove every file."""
+        """Kill all runs and runners of this service on the node, remove its files, and end this process."""
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave())
         await asyncio.shield(self._leaving)
@@ -207,7 +212,8 @@ class NodeAgent:
         log.info(f"run {move}", task=key.task, attempt=key.fence, rank=key.rank, node=self._config.node)
 
     def report(self, report: Report, delay_seconds: float = AT_ONCE) -> None:
-        """Keep the report for the next poll. Of progress and checkpoints only the newest of a run waits."""
+        """Keep a report for the next poll. Of the progress and the checkpoints of a run, only the newest is
+        kept."""
         if self._head_is_lost and self._runs is not None and self._runs.table.was_stopped(report):
             self._runs.forget(RunKey(*report[1:4]))
             return
@@ -235,8 +241,8 @@ class NodeAgent:
         return f"{self._id}.{self._announcements}"
 
     def _carry_out(self, runs: NodeRuns, order: tuple[Any, ...], *, is_over: bool) -> None:
-        """Carry out an order. All orders but a start name one claim, so they are right for every incarnation.
-        `is_over`: the order is of a term that is over."""
+        """Carry out an order. All orders but a start name one claim, so they are valid in every incarnation.
+        `is_over` is True if the order is of a term that is over."""
         match order:
             case ("start", incarnation, shareable, run):
                 wanted = RunOrder.from_wire(run)
@@ -271,18 +277,21 @@ class NodeAgent:
                 self._measure_now.set()
 
     def _exit_if_replaced(self) -> None:
-        """The next agent has the configuration that is wanted, and finds the runs by their records.
+        """End this process if it is to be replaced and has nothing that only it knows. The next agent has
+        the wanted configuration, and finds the runs by their records.
 
-        Without a pause: no report may arrive between this check and the end of this process.
+        This method must not await: no report may arrive between the check and the end of the process.
         """
         if self._is_replaced and not (self._runs and self._runs.has_unrecorded_state):
             log.info("ending, to be replaced by an agent with another configuration", node=self._config.node)
             os._exit(0)
 
     async def _open_runs(self) -> NodeRuns:
-        """Open the runs. Called at the first announcement: only then is there an event loop.
+        """Return the runs of this node. The first announcement opens them, because there is no event loop
+        before.
 
-        An agent that does not know its node yet must not answer: a run that it omits counts as gone.
+        The agent must not answer before it has found all runs of its node: a run that it does not list
+        counts as gone.
         """
         if self._runs is None:
             runs = NodeRuns(self._config, self._on_news, self._meter, self._runners)
@@ -296,7 +305,8 @@ class NodeAgent:
         return self._runs
 
     def _answer(self, runs: NodeRuns, broker: str, samples: list[WireSample] | None) -> None:
-        """The samples first: what the answer proves gone was gone when they were taken."""
+        """Report the samples, then the node and its runs. The samples come first: a run that the node report
+        does not list was already gone when they were taken."""
         if self._broker not in ("", broker):
             runs.pool.retire_shared()
         self._broker = broker
@@ -324,7 +334,8 @@ class NodeAgent:
         os._exit(0)
 
     def _end_conversation(self) -> None:
-        """A leader that still listens announces itself again, and so learns what is here now."""
+        """Begin an incarnation without a reader. A leader that still polls announces itself again, and so
+        learns the present devices and runs."""
         if self._mailbox is not None:
             self._announcements += 1
             self._change_mailbox(None)
@@ -346,7 +357,7 @@ class NodeAgent:
             "name": config.node,
             "cpu": config.cpu or float(len(os.sched_getaffinity(0))),
             "memory_mb": config.host_memory_mb,
-            # A start on its way would be lost.
+            # A start that is on its way to this agent would be lost with it.
             "max_runs": 0 if self._is_replaced or self._head_is_lost else config.max_runs,
             "incarnation": self._incarnation,
             "boot_id": boot_id(),
@@ -360,7 +371,7 @@ class NodeAgent:
         return "node_seen", time.time(), node, [astuple(device) for device in inventory.devices], run_keys
 
     async def _sampled(self, runs: NodeRuns, timeout_seconds: float) -> list[WireSample] | None:
-        """Return the samples; None if the devices cannot be measured."""
+        """Return samples of the devices; None if these cannot be measured."""
         try:
             return await runs.measure(timeout_seconds=timeout_seconds)
         except Exception:
@@ -368,7 +379,8 @@ class NodeAgent:
             return None
 
     async def _beat(self) -> None:
-        """Note heartbeats in a task of its own: a node is not dead because its devices do not answer."""
+        """Report heartbeats until cancelled. This is a task of its own, because a node is not dead when its
+        devices do not answer."""
         while True:
             self._note(("beat", time.time()))
             await asyncio.sleep(self._config.beat_seconds)
@@ -376,7 +388,7 @@ class NodeAgent:
     async def _sample(self, runs: NodeRuns) -> None:
         while True:
             self._measure_now.clear()
-            asked_at = time.time()  # the answer may come later, and be older than a release meanwhile
+            asked_at = time.time()  # memory may be released between the measurement and its answer
             samples = await self._sampled(runs, MEASURE_SECONDS)
             if samples is not None:
                 self._note(("sampled", asked_at, samples))
@@ -397,7 +409,7 @@ class NodeAgent:
         if unpolled > DESERTED_SECONDS or self._announced != self._meter.inventory():
             self._end_conversation()
         is_used = unpolled < DESERTED_SECONDS or not runs.table.is_idle
-        if is_used and not self._head_is_lost:  # else `_watch_head` says whether there are runs
+        if is_used and not self._head_is_lost:  # with a lost head, `_watch_head` keeps the node alive
             self._keep_alive()
         if not is_used and not self._config.keepalive and unpolled > self._config.idle_stop_seconds:
             await self.leave()
@@ -408,10 +420,11 @@ class NodeAgent:
         await runs.enforce_memory_limit()
 
     async def _watch_head(self, runs: NodeRuns) -> None:
-        """Have the runs leave a head that has lost a vital process, then end: its supervisor waits for that.
+        """Wait until the head has lost a vital process, stop all runs, and end this process. The head's
+        supervisor waits for that end.
 
-        The end of a run that this stops is not reported, as no leader asked for it: the task is planned again
-        when the node is lost, and the memory is free when the next agent finds the run gone.
+        The end of a run that is stopped here is not reported, because no leader asked for it. The task is
+        planned again when the node is lost, and the memory is free when the next agent finds the run gone.
         """
         lost = lost_file(Path(self._config.keepalive))
         while not lost.exists():  # noqa: ASYNC110  # no event: another process writes it
@@ -427,7 +440,8 @@ class NodeAgent:
         os._exit(0)
 
     def _keeps_news(self, runs: NodeRuns) -> bool:
-        """The last checkpoint of a run that was stopped here is in the mailbox only."""
+        """Return True if the leader still has to receive reports that only this agent has, such as the last
+        checkpoint of a stopped run."""
         is_polled = time.monotonic() - self._polled_at < DESERTED_SECONDS
         is_received = self._mailbox is None or self._mailbox.journal.is_received(self._acknowledged)
         return is_polled and (runs.has_unrecorded_state or not is_received)

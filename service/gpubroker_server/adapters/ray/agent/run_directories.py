@@ -1,5 +1,5 @@
-"""The directories of runs on this node: the copy of an upload that a run works in, and what is collected of
-it when the run is gone."""
+"""The directories of runs on this node: the copy of an upload in which a run works, and the outputs that are
+collected from it when the run is gone."""
 
 import asyncio
 import contextlib
@@ -27,22 +27,22 @@ from gpubroker_server.adapters.ray.options import AgentConfig
 log = structlog.get_logger("gpubroker.agent")
 
 FAILED = "object_unreadable"
-"""Kind of failure of a run whose directory cannot be prepared. Another node may have room for it."""
+"""The kind of the failure of a run whose directory cannot be prepared. Another node may have room for it."""
 
 Prepared = Callable[[RunKey, str, Failed | None], None]
-"""Gives a run its directory, or says why it gets none."""
+"""Receives the directory of a run, or the failure if the run gets none."""
 Do = Callable[[str, Callable[[], Coroutine[Any, Any, None]]], None]
 
 
 class DirectoryRecord(Struct, frozen=True):
-    """What a later agent has to know of a run's directory. A field that is added has a default."""
+    """A record of a run's directory for a later agent. A field that is added has a default."""
 
     task: str
     fence: int
     rank: int
     directory: str
     is_copy: bool
-    """It was made for this run, and goes with it."""
+    """True if the directory was made for this run, and is removed after it."""
     outputs: tuple[str, ...] = ()
 
     @property
@@ -51,19 +51,20 @@ class DirectoryRecord(Struct, frozen=True):
 
 
 class RunDirectories:
-    """Everything here happens on one event loop; files are moved in threads."""
+    """Prepares and removes the directories of runs. All methods run on one event loop; files are copied in
+    threads."""
 
     def __init__(
         self, config: AgentConfig, report: Callable[[Report], None], prepared: Prepared, do: Do
     ) -> None:
-        """`do`: tries something in the background until it succeeds."""
+        """`do` runs a job in the background and repeats it until it succeeds."""
         self._config = config
         self._root = work_directory(config)
         self._prepared = prepared
         self._do = do
         limits = ArchiveLimits(config.upload_bytes, config.upload_files)
         self._cache = UploadCache(self._root / "uploads", limits, config.upload_cache_mb * 2**20)
-        # Nothing is kept in memory: what was unpacked is on disk.
+        # No object is kept in memory, because the unpacked files are on disk.
         self.objects = SharedObjects(0, self._unpack, report, self._on_unpacked)
         self.outputs = RunOutputs(config, self._root / "outputs", report, self._on_sent)
         self._records: dict[RunKey, DirectoryRecord] = {}
@@ -77,20 +78,21 @@ class RunDirectories:
         return bool(self._preparing)
 
     def prepares(self, key: RunKey) -> bool:
-        """True if the run waits for its directory."""
+        """Return True if the run waits for its directory."""
         return key in self._preparing
 
     def prepare(self, order: RunOrder) -> None:
-        """Have a copy of its upload made for a run."""
+        """Begin to make a copy of the run's upload. `prepared` is called when it is made."""
         self._preparing[order.key] = order
-        found = self._cache.find(order.tenant, order.upload)
-        if found is None:
+        unpacked = self._cache.find(order.tenant, order.upload)
+        if unpacked is None:
             self.objects.want(order.key, order.tenant, order.upload)
         else:
-            self._copy_later(order, found)
+            self._copy_later(order, unpacked)
 
     def expect(self, order: RunOrder) -> None:
-        """Note that files of a run that works in a directory of its user's are collected when it is gone."""
+        """Note that outputs of a run without an upload, which works in a directory of the user, are
+        collected when the run is gone."""
         record = DirectoryRecord(*order.key, order.working_directory, False, order.outputs)
         try:
             self._write(record)
@@ -99,12 +101,12 @@ class RunDirectories:
             self.outputs.give_up(order.key, f"nothing is collected on node {self._config.node}: {fault}")
 
     def leave(self, key: RunKey) -> None:
-        """The run has ended, or will not start."""
+        """Note that a run has ended or will not start, and stop preparing its directory."""
         self.objects.leave(key)
-        self._preparing.pop(key, None)  # a copy that is being made is removed when it is there
+        self._preparing.pop(key, None)  # a copy that is being made is removed once it is complete
 
     def end(self, key: RunKey) -> None:
-        """The run is gone: collect what it says, and remove its copy. Repeating it is void."""
+        """Collect the outputs of a run that is gone, and remove its copy. A repeated call changes nothing."""
         record = self._records.get(key)
         if record is None or key in self._ending:
             return
@@ -115,12 +117,13 @@ class RunDirectories:
             self._do(f"removing the directory of run {key}", partial(self._remove, key))
 
     def drop(self, key: RunKey) -> None:
-        """The run never started."""
+        """Remove the directory of a run that never started."""
         if key in self._records and key not in self._copying:
             self._do(f"removing the directory of run {key}", partial(self._remove, key))
 
     async def adopt(self, here: Collection[RunKey]) -> None:
-        """Take over what an earlier agent left: the directories of runs that are here stay."""
+        """Take over the directories that an earlier agent left. `here` are the runs of this node; the
+        directories of other runs are removed after their outputs are collected."""
         try:
             await asyncio.to_thread(self._look)
         except OSError as fault:
@@ -129,23 +132,23 @@ class RunDirectories:
             self.end(key)
 
     def _look(self) -> None:
-        """Read the records that are here, and remove what has none. Raises OSError."""
+        """Read the records, and remove directories without a record. Raises OSError."""
         if not self._root.exists():
             return
         self._open()
         self._cache.clean()
-        known = set()
+        recorded = set()
         for path in (self._root / "runs").glob("*.json"):
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 record = msgspec.json.decode(path.read_bytes(), type=DirectoryRecord)
                 self._records[record.key] = record
-                known.add(path.with_suffix(""))
+                recorded.add(path.with_suffix(""))
         for path in (self._root / "runs").glob("*"):
-            if path.is_dir() and path not in known:
+            if path.is_dir() and path not in recorded:
                 shutil.rmtree(path, ignore_errors=True)
 
     def questions(self) -> Iterator[Report]:
-        """Yield what is not answered yet, for another leader."""
+        """Yield the questions that are not answered yet, for another leader."""
         yield from self.objects.questions()
         yield from self.outputs.questions()
 
@@ -177,7 +180,7 @@ class RunDirectories:
             await asyncio.to_thread(self._copy_now, order, source, target)
         except (OSError, KeyError) as fault:
             is_away = self._cache.find(order.tenant, order.upload) is None
-            if is_away and order.key in self._preparing:  # it was the least used
+            if is_away and order.key in self._preparing:  # it was dropped as the least used one
                 self.objects.want(order.key, order.tenant, order.upload)
                 return
             node = self._config.node
@@ -195,13 +198,14 @@ class RunDirectories:
 
     def _copy_now(self, order: RunOrder, source: Path, target: Path) -> None:
         self._open()
-        # The record first: a later agent finds by it what is to be removed.
+        # The record comes first: a later agent finds by it the directory to remove.
         self._write(DirectoryRecord(*order.key, str(target), True, order.outputs))
         shutil.rmtree(target, ignore_errors=True)
         self._cache.copy(source, target, self._owner())
 
     async def _collect(self, record: DirectoryRecord) -> None:
-        """Collect the files into an archive of this user's, then send it; the copy goes when it is stored."""
+        """Collect the outputs into an archive, and begin to send it. The copy is removed once the leader has
+        stored the archive."""
         await self.outputs.collect(record.key, record.directory, record.outputs)
 
     def _on_sent(self, key: RunKey) -> None:
@@ -229,8 +233,9 @@ class RunDirectories:
         self._records[record.key] = record
 
     def _open(self) -> None:
-        """Make the directories. Runs pass through two of them to their own, and see no names; the others are
-        closed to them. Raises PermissionError if another user could have made one."""
+        """Make the directories. Runs may pass through the root and `runs` to their own directory but not
+        list them; the other directories are closed to them. Raises PermissionError if another user has made
+        one of them."""
         if self._is_open and self._root.exists():
             return
         modes = {"": 0o711, "runs": 0o711, "uploads": 0o700, "outputs": 0o700}
@@ -257,7 +262,7 @@ class RunDirectories:
 
 
 def work_directory(config: AgentConfig) -> Path:
-    """The directory of one node of one broker: several of both may share a machine."""
+    """Return the work directory of one node of one broker. Several nodes and brokers may share a machine."""
     above = Path(config.work_dir or tempfile.gettempdir())
     return above / f"gpubroker-{config.instance}-{config.node}-work"
 

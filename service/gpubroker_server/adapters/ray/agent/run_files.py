@@ -1,4 +1,4 @@
-"""The files of a node's runs: their logs, and a record of each that a later agent needs to take it over."""
+"""The files of a node's runs: their logs, and the records by which a later agent takes runs over."""
 
 import contextlib
 import ctypes
@@ -23,18 +23,19 @@ from gpubroker_server.adapters.ray.processes import ProcessId
 log_lines = structlog.get_logger("gpubroker.agent")
 
 LOG_BYTES = 16 * 2**20
-"""A log that takes more disk loses its middle."""
+"""The middle of a log that takes more disk space than this is removed."""
 KEPT_END_BYTES = 6 * 2**20
-"""Bytes that are then left at the beginning and at the end of the log: more than `limits.log_bytes` takes of
-each."""
+"""The bytes that are left at the beginning and at the end of a log when its middle is removed. They are more
+than `limits.log_bytes` keeps of each."""
 ANSWER_BYTES = 256 * 1024
-"""The most of one stream in one answer; the leader asks again."""
+"""The most bytes of one stream in one answer. The leader asks for the next ones."""
 _BLOCK_BYTES = 4096
 _PUNCH_HOLE = 0x01 | 0x02
 """FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
 KEPT_LOGS = 2000
 KEPT_LOG_BYTES = 2**30
-"""The newest logs of ended runs are kept: at most this many files, and at most this many bytes in all."""
+"""The most bytes of logs of ended runs that are kept. The oldest logs are removed first; KEPT_LOGS limits
+their number."""
 
 _STEM = re.compile(r"(.+)-(\d+)-(\d+)")
 _is_plain = re.compile("[A-Za-z0-9_.~-]+").fullmatch
@@ -43,7 +44,8 @@ _SUFFIXES: Mapping[Stream, str] = {stream: file_of(Path("run.log"), stream).suff
 
 
 class UnreadableRecord(Exception):
-    """A run may live of which nothing else is known; an agent that went on would report it gone."""
+    """A record cannot be read, so a run may live of which nothing else is known. An agent that went on would
+    report that run gone."""
 
 
 class RunRecord(Struct, frozen=True):
@@ -59,13 +61,13 @@ class RunRecord(Struct, frozen=True):
     leases: tuple[tuple[str, int], ...]
     """(device UUID, MiB)"""
     runner: str
-    """Name of its Ray actor; empty for an external process."""
+    """The name of the run's Ray actor; empty for an external process."""
     pid: int
     start_ticks: int
     ray_node: str
-    """Ray's id of the node. If it has another id now, the Ray that the run belonged to is gone."""
+    """Ray's id of the node. If the node has another id now, the Ray to which the run belonged is gone."""
     protocol: int
-    """The form that its runner and the agent speak; 0 for an external process."""
+    """The protocol that its runner and the agent speak; 0 for an external process."""
     memory_mb: int = 0
     """The host memory that the run asked for."""
 
@@ -85,34 +87,34 @@ class RunRecord(Struct, frozen=True):
 
 
 class RunFiles:
-    """Records and logs of one node's runs, in one directory of mode 0700.
+    """The records and logs of one node's runs, in one directory of mode 0700.
 
     The name of a record ends with the machine's boot id. Records of earlier boots may be damaged by a power
     cut; they name no process any more and are not read. The kernel keeps everything written since the boot.
     """
 
     def __init__(self, directory: Path, boot_id: str) -> None:
-        """Raise PermissionError if other users could put files there."""
+        """Make the directory. Raises PermissionError if other users could put files there."""
         _make_private(directory)
-        # As the kernel spells it, because leftovers are found by the log that they have open.
+        # Resolved, because leftover processes are found by the path of the log that they have open.
         self._directory = directory.resolve()
         self._prefix = f"{self._directory}/"
         self._ending = f"@{boot_id}.json"
         self._adds = True
-        """True if the newest lines could be written."""
+        """False if the newest lines could not be written."""
 
     def log_of(self, key: RunKey, stream: Stream = "stdout") -> Path:
-        """An earlier release wrote both streams into the file of `stdout`."""
+        """Return the path of a log. An earlier release wrote both streams into the file of `stdout`."""
         return Path(self.path_of_log(key, stream))
 
     def path_of_log(self, key: RunKey, stream: Stream) -> str:
-        """Return the path of a log as text. Each run that ends needs two, and to join them with `Path` took
-        a tenth of what a run took in the agent."""
+        """Return the path of a log as text. Each run that ends needs two paths, and joining these with
+        `Path` took a tenth of the agent's time per run."""
         return f"{self._prefix}{_stem(key)}{_SUFFIXES[stream]}"
 
     def add_to_log(self, key: RunKey, *printed: bytes) -> None:
-        """Write what a run in a shared process printed, by stream. On a full disk it is dropped: the runs go
-        on."""
+        """Append the output of a run in a shared process to its logs, one value per stream. Output that
+        cannot be written, as on a full disk, is dropped, and the run goes on."""
         try:
             for stream, data in zip(STREAMS, printed, strict=True):
                 if data:
@@ -129,7 +131,8 @@ class RunFiles:
             self._adds = True
 
     def key_of_log(self, path: str) -> RunKey | None:
-        """The run that writes this log; None if it is no log of this node. The file may be deleted."""
+        """Return the run that writes this log; None if the path is no log of this node. The file may be
+        deleted."""
         log = Path(path.removesuffix(" (deleted)"))
         if log.parent != self._directory or log.suffix not in (".log", ".err"):
             return None
@@ -137,7 +140,7 @@ class RunFiles:
         return None if named is None else RunKey(unquote(named[1]), int(named[2]), int(named[3]))
 
     def write_record(self, record: RunRecord) -> None:
-        """Write the record. Raises OSError if the disk is full; then there is no record."""
+        """Write a record. If that fails, raises OSError and leaves no record."""
         draft = self._directory / f"{_stem(record.key)}.new"
         try:
             draft.write_text(msgspec.json.encode(record).decode())
@@ -155,13 +158,14 @@ class RunFiles:
         return [self._read(path) for path in sorted(self._directory.glob(f"*{self._ending}"))]
 
     def remove_outdated(self) -> None:
-        """Records of earlier boots, and drafts."""
+        """Remove the records of earlier boots, and unfinished records."""
         for path in [*self._directory.glob("*.json"), *self._directory.glob("*.new")]:
             if not path.name.endswith(self._ending):
                 path.unlink(missing_ok=True)
 
     def limit_logs(self) -> None:
-        """The log of a run that has a record is never removed."""
+        """Remove the middles of large logs, and the oldest logs of ended runs. The log of a run that has a
+        record is never removed."""
         logs = sorted(self._logs(), key=lambda log: log[1].st_mtime, reverse=True)
         kept_bytes = kept = 0
         for path, status in logs:
@@ -206,7 +210,7 @@ def _stem(key: RunKey) -> str:
 
 
 def _cut(log: Path) -> None:
-    """Remove the middle and leave a hole, so that what is left keeps its place while the run appends."""
+    """Remove the middle of a log and leave a hole, so that the rest keeps its place while the run appends."""
     begin = -(-KEPT_END_BYTES // _BLOCK_BYTES) * _BLOCK_BYTES
     with log.open("r+b") as file:
         end = (os.fstat(file.fileno()).st_size - KEPT_END_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
@@ -217,7 +221,8 @@ def _cut(log: Path) -> None:
 
 
 def _read_own(path: Path) -> bytes:
-    """Read a file if this user made it: it says which processes are killed."""
+    """Return the bytes of a file. Raises PermissionError if another user made it, because a record decides
+    which processes are killed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -227,10 +232,11 @@ def _read_own(path: Path) -> bytes:
 
 
 def _make_private(directory: Path) -> None:
-    """Make the directory and its missing parents, for this user only.
+    """Make the directory and its missing parents for this user only.
 
-    Below a directory in which every user may make files, only root and this user may own a part of the path
-    or write to it: another user could have made that part first, or could replace it.
+    Raises PermissionError if, below a directory that every user may write to, a part of the path is owned or
+    writable by another user than root and this one: that user could have made the part first, or could
+    replace it.
     """
     directory = directory.absolute()
     is_open = False
@@ -254,7 +260,8 @@ def _is_ours(status: os.stat_result) -> bool:
 
 
 def _is_safe(status: os.stat_result) -> bool:
-    """Return True if no other user can replace what we own in the directory; the sticky bit is enough."""
+    """Return True if no other user can replace this user's files in the directory. The sticky bit is
+    enough."""
     kept = bool(status.st_mode & stat.S_ISVTX) or not _others_write(status)
     return status.st_uid in (0, os.geteuid()) and stat.S_ISDIR(status.st_mode) and kept
 
@@ -269,22 +276,22 @@ class Piece(NamedTuple):
 
 
 class RunLogs:
-    """Reports the output of a node's runs: what is new in a log that somebody reads, and all that is kept of
-    a log when its run has ended."""
+    """Makes reports of the output of a node's runs: the new part of a log while the run goes on, and the
+    kept parts of the log once the run has ended."""
 
     def __init__(self, files: RunFiles, limit_bytes: int) -> None:
-        """`limit_bytes`: the most bytes that are reported of one stream of a run. Of a longer stream, the
-        first and the last bytes are reported, each half of the limit."""
+        """`limit_bytes` is the most bytes that are reported of one stream of a run. Of a longer stream, the
+        first and the last bytes are reported, half of the limit each."""
         self._files = files
         self._half_bytes = limit_bytes // 2
 
     def new(self, key: RunKey, stream: Stream, first_byte: int) -> Report:
-        """Return what a stream has from this byte on, even if it is nothing."""
+        """Return a report of a stream from this byte on. It may be empty."""
         piece = self._read(key, stream, first_byte, ANSWER_BYTES) or Piece(first_byte, b"")
         return logged(key, stream, piece, is_final=False)
 
     def kept(self, key: RunKey) -> Iterator[Report]:
-        """The whole log of a run that has ended: the beginning and the end of each stream."""
+        """Yield the reports of the log of an ended run: the beginning and the end of each stream."""
         for stream in STREAMS:
             first = self._read(key, stream, 0, self._half_bytes)
             if first is None:
@@ -295,7 +302,7 @@ class RunLogs:
                 yield logged(key, stream, last, is_final=True)
 
     def _read(self, key: RunKey, stream: Stream, first_byte: int, most_bytes: int) -> Piece | None:
-        """The next bytes that are told. None if there are none."""
+        """Return the next bytes of a stream that are reported; None if there are none."""
         try:
             log = os.open(self._files.path_of_log(key, stream), os.O_RDONLY | os.O_CLOEXEC)
         except OSError:

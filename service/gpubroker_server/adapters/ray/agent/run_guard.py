@@ -1,4 +1,5 @@
-"""Keeps user code in a worker of Ray away from Ray. A run is no part of the service's own cluster."""
+"""Keeps user code in a worker process of Ray from using Ray, because runs are no part of the service's own
+cluster."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ class NoRayForRuns(RuntimeError):
 
 
 def without_own_address(env: Mapping[str, str]) -> Mapping[str, str]:
-    """The variables without the address of the Ray that this process is in, which an agent of an earlier
-    release gives to runs."""
+    """Return the variables without the address of the Ray that this process belongs to. An agent of an
+    earlier release includes it."""
     if env.get("RAY_ADDRESS") != _own_address():
         return env
     return {name: text for name, text in env.items() if name != "RAY_ADDRESS"}
@@ -32,11 +33,12 @@ def _own_address() -> str | None:
 
 
 def keep_runs_out() -> None:
-    """Refuse Ray to all user code of this process, with a sentence and at once. Nothing happens outside of
-    Ray.
+    """Make each use of Ray by user code of this process fail at once with REFUSAL. Does nothing in a process
+    that is not connected to Ray.
 
-    Ray's own functions, and `remote()` of what user code makes, call `ray.init` where `ray.is_initialized`
-    says no. So both are all that has to be replaced besides those that would ask the cluster without it.
+    Ray's own functions, and `remote()` of functions and classes of user code, call `ray.init` if
+    `ray.is_initialized` returns False. So these two are replaced, and the functions that ask the cluster
+    without calling them.
     """
     if not ray.is_initialized():
         return
@@ -48,7 +50,7 @@ def keep_runs_out() -> None:
 
 @contextmanager
 def ray_of_the_service() -> Iterator[None]:
-    """Let this block, and no other thread, use Ray."""
+    """Allow this context, and no other thread, to use Ray."""
     token = _is_ours.set(True)
     try:
         yield
@@ -61,4 +63,4 @@ def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
-    """The connection of this process stays: without it the run would be lost."""
+    """Keep the connection of this process to Ray, because the run would be lost without it."""

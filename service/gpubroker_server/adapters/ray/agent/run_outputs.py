@@ -1,4 +1,5 @@
-"""The files that runs leave: collected by a process of their user, and sent to the leader in parts."""
+"""The files that runs leave. A process of the run's user collects them, and they are sent to the leader in
+parts."""
 
 import asyncio
 import contextlib
@@ -21,16 +22,17 @@ from gpubroker_server.adapters.ray.options import AgentConfig
 log = structlog.get_logger("gpubroker.agent")
 
 COLLECT_SECONDS = 600.0
-"""The longest that the files of one run are read."""
+"""The time limit for collecting the files of one run."""
 PART_BYTES = 4 * 2**20
 AT_ONCE = 2
-
+"""The number of runs whose files are collected at the same time."""
 
 _SOFTWARE = str(Path(gpubroker.__file__).parents[1])
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); from gpubroker.runtime.collecting import main; main()"
 )
-"""Alone with the standard library and this software: no variable or file of a user says what it imports."""
+"""The program that collects files. It imports only the standard library and this software; no environment
+variable and no file of a user has an influence on that."""
 
 
 class _Archive(NamedTuple):
@@ -44,7 +46,8 @@ class _Archive(NamedTuple):
 
 
 class RunOutputs:
-    """An archive is sent part after part: the leader says how much of it is stored, and so asks for more."""
+    """Collects the outputs of runs into archives and sends these. The leader says how many bytes of an
+    archive are stored, and the next part is sent from there on."""
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class RunOutputs:
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def collect(self, key: RunKey, directory: str, patterns: Sequence[str]) -> None:
-        """Collect, and begin to send. Raises OSError."""
+        """Collect the outputs of a run into an archive, and send its first part. Raises OSError."""
         async with self._turns:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = self._path_of(key)
@@ -73,13 +76,14 @@ class RunOutputs:
             self._report(self._part(key))
 
     def give_up(self, key: RunKey, message: str) -> None:
-        """Say that nothing of this run will be collected, and why."""
+        """Report that no outputs of this run are collected, with the reason."""
         self._archives[key] = _Archive(self._path_of(key), "", 0, 0, message)
         self._stored[key] = 0
         self._report(self._part(key))
 
     def answer(self, key: RunKey, id: str, stored_bytes: int, *, is_over: bool) -> None:
-        """So much of it is stored. `is_over`: the leader wants no more of it. Repeating it is void."""
+        """Take the leader's answer that `stored_bytes` of an archive are stored, and send the next part.
+        `is_over` is True if the leader needs no further part. A repeated call changes nothing."""
         archive = self._archives.get(key)
         if archive is None or archive.id != id:
             return
@@ -108,8 +112,8 @@ class RunOutputs:
         return ("output", *key, time.time(), *about, self._config.node)
 
     async def _collected(self, path: Path, directory: str, patterns: Sequence[str]) -> tuple[int, str]:
-        """Return the number of files, and what is missing. A process of the run's user reads them: it reads
-        no more than the run could."""
+        """Write the archive, and return the number of its files and a message about missing ones. A process
+        of the run's user reads the files, so that it can read no more than the run could."""
         config = self._config
         limits = str(config.output_bytes), str(config.output_files)
         program = (sys.executable, "-I", "-c", _PROGRAM, _SOFTWARE)
@@ -128,8 +132,8 @@ class RunOutputs:
             await child.wait()
             return 0, f"nothing was collected: the files could not be read within {COLLECT_SECONDS:g} s"
         try:
-            found = json.loads(said.decode(errors="replace").strip().splitlines()[-1])
-            return int(found["files"]), str(found["message"])[:1000]
+            summary = json.loads(said.decode(errors="replace").strip().splitlines()[-1])
+            return int(summary["files"]), str(summary["message"])[:1000]
         except (ValueError, LookupError, TypeError):
             log.error("the outputs of a run were not collected", fault=said.decode(errors="replace")[-2000:])
             return 0, f"nothing was collected: the program that reads the files ended with {child.returncode}"

@@ -1,6 +1,6 @@
-"""The Ray actor around a process that runs tasks. What it does is in `gpubroker.runtime`.
+"""The Ray actor around a process that runs tasks. The runs themselves are carried out by `gpubroker.runtime`.
 
-It answers with bytes of msgpack and nothing else: the agent would unpickle any other object.
+Every answer is bytes of msgpack: the agent would unpickle any other object.
 """
 
 import contextlib
@@ -32,19 +32,19 @@ from gpubroker_server.adapters.ray.agent.run_guard import (
 )
 
 MOST_CALLS = 9_000
-"""The most calls to workers of sets in one process at once; more would make its agent's orders wait."""
+"""The most calls to workers of sets in one process at once. More would make the agent's orders wait."""
 _PACKED_BYTES = 4096
-"""The first size of the buffer of an answer, instead of 256 KiB; it grows."""
+"""The first size of an answer's buffer, which grows as needed. The default would be 256 KiB."""
 NO_ENV: Mapping[str, str] = MappingProxyType({})
 
 
 class WrongProtocol(Exception):
-    """The agent and this process share no form."""
+    """The agent and this process share no protocol."""
 
 
 class Runner:
-    """A process for runs, blank until its first one. A spare takes one run and is killed after it; a shared
-    one takes many.
+    """A process for runs, blank until its first run. A spare takes one run and is killed after it; a shared
+    process takes many.
 
     All methods run on the actor's event loop; user code runs in threads.
     """
@@ -58,16 +58,18 @@ class Runner:
         inherit_env: Sequence[str] = (),
         env: Mapping[str, str] = NO_ENV,
     ) -> None:
-        """A shared one runs as `user`. A spare changes its user with its run, after it has opened the log.
+        """Prepare this process. A shared process changes to `user` at once; a spare changes its user when
+        its run starts, after it has opened the log.
 
-        An agent of an earlier release leaves out what its own did not have.
+        Parameters that were added later have defaults, because an agent of an earlier release leaves them
+        out.
         """
         settle_environment(inherit_env, without_own_address(env))
         keep_runs_out()
         hide_devices()
         look_for_modules_in(task_path)
         with contextlib.suppress(OSError):
-            os.chdir(task_path[0])  # it need not exist on every node
+            os.chdir(task_path[0])  # the directory need not exist on every node
         if shared:
             sort_output_by_run()
             if user:
@@ -79,16 +81,16 @@ class Runner:
         """The number of calls to workers of sets that are under way."""
 
     async def describe(self) -> bytes:
-        """A dict: the forms that it speaks, its pid, and the runs that have not ended."""
+        """Return a packed dict: the protocols that this process speaks, its pid, `shared`, and the runs that
+        have not ended."""
         host, _ = self._parts()
-        # A copy first: the threads of runs remove those that have ended.
+        # The runs are copied first, because their threads remove those that have ended.
         runs = [order.to_wire() for order in list(host.orders.values())]
         return _packed({"speaks": SPOKEN, "pid": os.getpid(), "shared": self._shared, "runs": runs})
 
     async def exchange(self, protocol: int, acknowledged: int, items: Sequence[tuple[Any, ...]]) -> bytes:
-        """Take orders, then wait for reports; see Mailbox.read. Back at once when no run is left.
-
-        (number, report) of each.
+        """Take orders, then wait for reports as `Mailbox.read` does. Returns the packed pairs of number and
+        report, at once if no run is left.
         """
         if protocol not in SPOKEN:
             raise WrongProtocol(f"this process speaks protocols {SPOKEN}, the agent {protocol}")
@@ -99,8 +101,8 @@ class Runner:
         return _packed([(number, carriable(report)) for number, report in reports])
 
     async def call(self, key: tuple[str, int, int], seconds: float, packed: bytes) -> bytes:
-        """Call a method of the object of this very run; the answer of `SetWorker.call`. `packed`: role,
-        method, form and arguments."""
+        """Call a method of the run's object, and return the packed answer of `SetWorker.call`. `packed`
+        contains the role, the method, the form and the arguments."""
         host, _ = self._parts()
         worker = host.set_workers.get(RunKey(*key))
         if worker is None:
@@ -115,7 +117,8 @@ class Runner:
             self._calls -= 1
 
     def _parts(self) -> tuple[RunHost, Mailbox]:
-        """Return the parts, which the first call makes: only then is there an event loop."""
+        """Return the host and the mailbox. The first call makes them, because there is no event loop
+        before."""
         if self._host is None or self._mailbox is None:
             self._mailbox = Mailbox()
             self._host = RunHost(self._mailbox.journal, _shared_view)
@@ -151,7 +154,7 @@ def _carry_out(host: RunHost, item: tuple[Any, ...], protocol: int) -> None:
 
 
 def _shared_view(shared: Any) -> memoryview:
-    """Return the node's copy of an object, which the agent has put into Ray's object store."""
+    """Return a view of an object that the agent has put into Ray's object store."""
     with ray_of_the_service():
         view: memoryview = ray.get(shared).view
     return view

@@ -1,4 +1,5 @@
-"""Runner processes started ahead: blank spares for one run each, and warm ones that small runs share."""
+"""Runner processes that are started ahead: blank spares for one run each, and warm ones that small runs
+share."""
 
 import asyncio
 import contextlib
@@ -25,39 +26,43 @@ from gpubroker_server.adapters.ray.processes import ProcessId, files_opened_by, 
 log = structlog.get_logger("gpubroker.agent")
 
 GPU_FILES = tuple(f"/dev/nvidia{number}" for number in range(10))
-"""The beginnings of the names of GPU files; every user of CUDA opens other files there too."""
+"""The beginnings of the paths of GPU devices. Every user of CUDA also opens other files whose paths begin
+with `/dev/nvidia`."""
 STARTING_AT_ONCE = 2
 SLOW_SECONDS = 20.0
-"""While starts take longer, there is one at a time: the node is busy, and each takes a CPU."""
+"""While a start takes longer than this, processes start one at a time: the node is busy, and each start
+takes a CPU."""
 REFILL_PAUSE_SECONDS = 0.2
-"""A process start takes a CPU for a moment; the run that has just begun comes first."""
+"""The pause before a spare is replaced. Starting a process takes a CPU, which the run that has just begun
+gets first."""
 RETRY_PAUSE_SECONDS = 1.0
 AGENT_CALLS = 1_000
-"""The most calls to one process at once, beside those to workers of sets: its agent never waits for those."""
+"""The calls to one process at once that are reserved for its agent, so that the agent never waits for calls
+to workers of sets."""
 OBJECT_CACHE_SHARE = 0.5
-"""The share of Ray's object store on a node that keeps objects for later runs."""
+"""The share of a node's object store of Ray that may hold objects for later runs."""
 START_SECONDS = 60.0
-"""After this time, a start is given up if no starting process makes any progress: the process is killed and
-another one is started. While a process makes progress, as on a busy machine, killing it would only add to the
+"""The time after which a start is given up if no starting process makes progress. The process is then killed
+and another one is started. While processes make progress, as on a busy machine, killing one would only add
 load."""
 LONGEST_START_SECONDS = 900.0
 STARTING_NAMES = ("python", "ray::IDLE", "ray::Runner.__i")
-"""The beginnings of the names that the kernel has of Ray's workers until they answer. The kernel keeps 15
-characters of a name."""
+"""The beginnings of the process names of Ray's workers until they answer. The kernel keeps 15 characters of a
+name."""
 
 
 class RayRunners:
-    """The runner processes of one node: detached actors, which outlive the agent that started them.
+    """The runner processes of one node. They are detached actors, which outlive the agent that started them.
 
-    Every call blocks for as long as Ray's control service does. Handles have the methods of `runner.Runner`,
-    each with a `remote(...)` to await.
+    Every method blocks while Ray's control service does not answer. A handle has the methods of
+    `runner.Runner`; each is called by `remote(...)`, which returns an awaitable.
     """
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._prefix = f"runner/{config.node}/"
         self.node: str = ray.get_runtime_context().get_node_id()
-        """The id of the node in Ray. Another id means another Ray."""
+        """The id of the node in Ray. If Ray is started again, the node has another id."""
         about = _about(self.node)
         self.host = str(about["NodeManagerAddress"])
         """The address at which other nodes reach this one."""
@@ -68,7 +73,7 @@ class RayRunners:
         self.session = RaySession(session, f"{session}/ray_spilled_objects_{self.node}", store_bytes)
 
     def make(self, *, shared: bool) -> tuple[str, Any]:
-        """Name and handle of a new one, which may still be starting."""
+        """Start a runner, and return its name and handle. It may still be starting."""
         config = self._config
         name = f"{self._prefix}{uuid4().hex[:8]}"
         options = {
@@ -101,7 +106,8 @@ class RayRunners:
         ray.kill(runner)
 
     def progress(self) -> float:
-        """Return a number that changes while processes of this node are starting: their CPU seconds."""
+        """Return a number that changes while runners of this node are starting. It is computed from their
+        process ids and CPU seconds."""
         seconds = 0.0
         for child in psutil.Process(os.getppid()).children():
             with contextlib.suppress(psutil.Error):
@@ -111,7 +117,8 @@ class RayRunners:
         return seconds
 
     def share(self, data: bytearray) -> Any:
-        """Put into Ray's object store; kept there while anything has a reference or a view."""
+        """Put bytes into Ray's object store, and return the reference. They stay there while anything has a
+        reference or a view."""
         return ray.put(SharedBytes(data))
 
 
@@ -122,7 +129,7 @@ def _about(node_id: str) -> dict[str, Any]:
 
 
 class RunnerPool:
-    """`on_ready` is called when a process that was missing is there."""
+    """Keeps spares and warm processes ready. `on_ready` is called when a process has been added."""
 
     def __init__(
         self,
@@ -142,7 +149,7 @@ class RunnerPool:
         self._spares: deque[RunnerProcess] = deque()
         self._shared: list[RunnerProcess] = []
         self._starting: dict[asyncio.Task[None], bool] = {}
-        """Starts under way -> whether of a shared one."""
+        """The starts under way; the value is True for a shared process."""
         self._refill: asyncio.TimerHandle | None = None
         self._starts_slowly = False
         self._closed = False
@@ -152,7 +159,7 @@ class RunnerPool:
         return [*self._spares, *self._shared]
 
     def take_spare(self) -> RunnerProcess | None:
-        """A blank process, never handed out again."""
+        """Return a blank process and remove it from the pool; None if there is none."""
         process = None
         while self._spares and (process is None or process.watched.ended):
             process = self._spares.popleft()
@@ -160,7 +167,7 @@ class RunnerPool:
         return process if process is not None and not process.watched.ended else None
 
     def give_back(self, process: RunnerProcess) -> None:
-        """A spare that was taken and got no run."""
+        """Put back a spare that was taken and got no run."""
         self._spares.appendleft(process)
 
     def least_busy_shared(self) -> RunnerProcess | None:
@@ -168,14 +175,14 @@ class RunnerPool:
         return min(processes, key=lambda process: len(process.runs), default=None)
 
     def retire_shared(self) -> None:
-        """Replace them by fresh processes, which import modules as they are on disk now."""
+        """Replace the shared processes by new ones, which import modules as they are on disk now."""
         for process in list(self._shared):
             self._retire(process)
         self.refill()
 
     def retire_gpu_users(self) -> None:
-        """Replace a shared process that has opened a GPU: it is shown none, but code that changes that takes
-        memory which no lease explains, for as long as the process lives."""
+        """Replace each shared process that has opened a GPU. GPUs are hidden from such a process; if user
+        code undoes that, the process holds GPU memory without a lease for as long as it lives."""
         for process in list(self._shared):
             opened = files_opened_by(process.watched.id.pid)
             if not process.retiring and any(path.startswith(GPU_FILES) for path in opened):
@@ -192,7 +199,7 @@ class RunnerPool:
             process.watched.signal(signal.SIGKILL)
 
     def forget(self, process: RunnerProcess) -> None:
-        """Forget a process that has ended, and start another if it was one of those kept ready."""
+        """Forget a process that has ended, and start another one if processes are missing."""
         if process in self._shared:
             self._shared.remove(process)
         if process in self._spares:
@@ -200,7 +207,7 @@ class RunnerPool:
         self.refill()
 
     def refill(self) -> None:
-        """Start what is missing: at once if the next run would have to wait for it, else after a pause."""
+        """Start missing processes: at once if there is no spare, otherwise after a pause."""
         if self._refill is not None:
             self._refill.cancel()
         pause = REFILL_PAUSE_SECONDS if self._spares else 0.0
@@ -209,9 +216,10 @@ class RunnerPool:
     def adopt(
         self, name: str, actor: Any, process: ProcessId, *, shared: bool, protocol: int
     ) -> RunnerProcess:
-        """Take over a runner that an earlier agent started. Raises ProcessLookupError if it is gone.
+        """Take over a runner that an earlier agent started. Raises ProcessLookupError if its process is gone.
 
-        It finishes its runs and gets no new ones: the configuration may have changed since it was started.
+        The runner finishes its runs and gets no new ones, because the configuration may have changed since
+        its start.
         """
         adopted = self._process(name, actor, process, shared, protocol)
         adopted.retiring = True
@@ -220,7 +228,7 @@ class RunnerPool:
         return adopted
 
     async def close(self) -> None:
-        """Kill all that are ready, and those that are starting once they are."""
+        """Kill all processes of the pool. A process that is still starting is killed once it has started."""
         self._closed = True
         for process in self.ready:
             process.watched.signal(signal.SIGKILL)
@@ -237,7 +245,8 @@ class RunnerPool:
             start.add_done_callback(self._on_started)
 
     def _missing(self) -> Iterator[bool]:
-        """Yield one entry per process that is missing, True for a shared one. Shared processes come first."""
+        """Yield one value per missing process, which is True for a shared one. Shared processes come
+        first."""
         starting_shared = sum(self._starting.values())
         warm = sum(not process.retiring for process in self._shared)
         yield from [True] * (self._config.warm_runners - warm - starting_shared)
@@ -279,7 +288,8 @@ class RunnerPool:
             raise
 
     async def _described(self, actor: Any) -> dict[str, Any]:
-        """Wait for the answer of a runner as long as starts make progress. Raises as `describe` does."""
+        """Return the answer of a starting runner, and wait for it as long as starts make progress. Raises
+        TimeoutError, and the exceptions of `describe`."""
         asking = asyncio.ensure_future(describe(actor, LONGEST_START_SECONDS))
         try:
             await asyncio.wait([asking], timeout=START_SECONDS)

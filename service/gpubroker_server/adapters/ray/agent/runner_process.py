@@ -26,13 +26,13 @@ LONGEST_PAUSE_SECONDS = 30.0
 LAST_REPORTS_SECONDS = 5.0
 REMEDY = "ask for more as memory_mb, or take less"
 RUNNER_MB = 128
-"""Host memory that a run does not pay for: what a runner takes before any user code runs."""
+"""The host memory that a run need not ask for, because a runner takes it before any user code runs."""
 REMEMBERED_FENCES = 100_000
 REMEMBERED_RUNS = 1024
 
 
 async def retry_until_done(job: str, attempt: Callable[[], Awaitable[None]]) -> None:
-    """Run `attempt` from the beginning, less and less often, until it succeeds. Each failure is logged."""
+    """Call `attempt` again and again, at growing intervals, until it succeeds. Each failure is logged."""
     pause = FIRST_PAUSE_SECONDS
     while True:
         try:
@@ -44,8 +44,8 @@ async def retry_until_done(job: str, attempt: Callable[[], Awaitable[None]]) -> 
 
 
 async def describe(actor: Any, timeout_seconds: float) -> dict[str, Any]:
-    """Ask a runner about itself. The answer has `protocol`, the newest form that both sides speak. Raises
-    RayError, TimeoutError, or ValueError if they share no form."""
+    """Return a runner's answer about itself, with `protocol`, the newest protocol that both sides speak.
+    Raises RayError and TimeoutError, and ValueError if they share no protocol."""
     async with asyncio.timeout(timeout_seconds):
         described: dict[str, Any] = unpack(await actor.describe.remote())
     protocol = newest_shared(described["speaks"])
@@ -57,8 +57,8 @@ async def describe(actor: Any, timeout_seconds: float) -> dict[str, Any]:
 class RunnerProcess:
     """One runner process and the conversation with it.
 
-    `on_report` gets every report once, in order. `on_end` is called when the process is gone and no more
-    reports will come; again, if it raised.
+    `on_report` receives every report once, in order. `on_end` is called when the process is gone and no more
+    reports will come; if it raises, it is called again.
     """
 
     def __init__(
@@ -71,16 +71,17 @@ class RunnerProcess:
         on_report: Callable[["RunnerProcess", Report], None],
         on_end: Callable[["RunnerProcess"], None],
     ) -> None:
-        """Raise ProcessLookupError if the process is gone."""
+        """Begin to watch the process. Raises ProcessLookupError if it is gone."""
         self.name = name
         self.shared = shared
         self.protocol = protocol
         self.runs: set[RunKey] = set()
-        """Runs that have not ended."""
+        """The runs in this process that have not ended."""
         self.retiring = False
         self.out_of_memory = False
         self.breach = ""
-        """The reason why the agent ends the process, if it took more host memory than it may have."""
+        """The reason why the agent ends the process, if it took more host memory than allowed; empty
+        otherwise."""
         self.exit_status: int | None = None
         self.watched = WatchedProcess(process, self._note_end)
         self._actor = actor
@@ -93,15 +94,16 @@ class RunnerProcess:
         self._waiting: list[tuple[Any, ...]] = []
 
     def send(self, *items: tuple[Any, ...]) -> None:
-        """Send orders; those of one turn of the event loop travel together. A process of an earlier release
-        does not learn that ranks have joined."""
+        """Send orders to the process. Orders of one turn of the event loop are sent in one call. A process
+        whose protocol is below RESIZES is not told that ranks have joined."""
         items = tuple(item for item in items if item[0] != "resized" or self.protocol >= RESIZES)
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._send_waiting)
         self._waiting += items
 
     def listen_again(self, *items: tuple[Any, ...]) -> None:
-        """Get every report that the process still keeps: for an agent that did not start it."""
+        """Receive again every report that the process still keeps. An agent calls this for a process that it
+        did not start."""
         self._received = START_OVER
         self._call(items)
 
@@ -124,11 +126,11 @@ class RunnerProcess:
         except OutOfMemoryError:
             self.out_of_memory = True
         except RayError as fault:
-            # Usually its process has just ended. One that lives but cannot be talked to is of no use.
+            # Usually the process has just ended. A process that lives but does not answer is of no use.
             log.info("a runner is lost", runner=self.name, fault=str(fault))
             self.watched.signal(signal.SIGKILL)
         except Exception:
-            # No further report of it would be received, not even the ends of its runs.
+            # No further report of the process would be received, not even the ends of its runs.
             log.exception("a runner's reports cannot be read; ending it", runner=self.name)
             self.watched.signal(signal.SIGKILL)
         else:
@@ -136,7 +138,8 @@ class RunnerProcess:
                 self._call([])
 
     def _receive(self, reply: Sequence[tuple[int, Report]]) -> None:
-        """A later call's reply may come first: reports wait for those that were written before them."""
+        """Hand on reports in order. The reply of a later call may come first, so reports wait for those that
+        were written before them."""
         self._early.update((number, report) for number, report in reply if number > self._received)
         if self._received == START_OVER and self._early:
             self._received = min(self._early) - 1
@@ -148,7 +151,7 @@ class RunnerProcess:
         self._keep(self._finish())
 
     async def _finish(self) -> None:
-        """Report the end of the process. Its last reports may still be on their way when it is gone."""
+        """Report the end of the process once its last reports have arrived, or after LAST_REPORTS_SECONDS."""
         calls = self._open_calls - {asyncio.current_task()}
         if calls:
             await asyncio.wait(calls, timeout=LAST_REPORTS_SECONDS)
@@ -166,14 +169,15 @@ class AgentRun:
     order: RunOrder
     shared: bool
     process: RunnerProcess | None = None
-    """The process; None while the run waits for one, and once that process is gone."""
+    """The process that the run is in; None before the run has one, and once it is gone."""
     reports: dict[str, Report] = field(default_factory=dict)
     """The newest report of each kind: started, ready, checkpointed, items, part, ended and gone."""
     forgotten: bool = False
     go: str = ""
-    """The address of rank 0, once all ranks are ready; passed on to the process that the run gets."""
+    """The address of rank 0; empty until all ranks are ready. It is passed on to the process that the run
+    gets."""
     killed: str = ""
-    """The reason why its process was killed; empty if it was not."""
+    """The reason why the run's process was killed; empty if it was not."""
     kill: asyncio.TimerHandle | None = None
     ordered_at: float | None = field(default_factory=time.time)
     """The time when the agent got the order; None for a run that an earlier agent started."""
@@ -192,12 +196,13 @@ class AgentRun:
 
 
 class RunTable:
-    """The runs that the agent has, those that are gone, and the fences that it must not start again."""
+    """The runs that the agent has, the last reports of runs that are gone, and the fences that must not
+    start again."""
 
     def __init__(self) -> None:
         self.runs: dict[RunKey, AgentRun] = {}
         self._fences: OrderedDict[tuple[str, int], int] = OrderedDict()
-        """(task, rank) -> highest fence seen, least recently used first."""
+        """The highest fence that was seen of each task and rank, the least recently used one first."""
         self._gone: deque[Report] = deque(maxlen=REMEMBERED_RUNS)
         self._suspects: OrderedDict[str, None] = OrderedDict()
 
@@ -205,7 +210,7 @@ class RunTable:
         return key.fence > self._fences.get((key.task, key.rank), 0)
 
     def note_fence(self, key: RunKey) -> None:
-        """Note that neither this fence nor a lower one of the task is new from now on."""
+        """Note a fence. From now on, neither this fence nor a lower one of the task is new."""
         name = (key.task, key.rank)
         self._fences[name] = max(key.fence, self._fences.get(name, 0))
         self._fences.move_to_end(name)
@@ -213,7 +218,8 @@ class RunTable:
             self._fences.popitem(last=False)
 
     def suspect(self, task: str) -> None:
-        """Note that the run may have crashed a process that it shared; it gets one of its own next time."""
+        """Note that a run of this task may have crashed a shared process. The task's next run gets a process
+        of its own."""
         self._suspects[task] = None
         if len(self._suspects) > REMEMBERED_RUNS:
             self._suspects.popitem(last=False)
@@ -222,7 +228,7 @@ class RunTable:
         return task in self._suspects
 
     def drop_if_done(self, run: AgentRun) -> None:
-        """A run is kept until no process of it is left and its outcome is durable elsewhere."""
+        """Drop a run if no process of it is left and its outcome is stored elsewhere."""
         if not (run.is_gone and run.forgotten):
             return
         self.runs.pop(run.key, None)
@@ -230,7 +236,7 @@ class RunTable:
             self._gone.append(run.reports["gone"])
 
     def runner_of(self, key: RunKey) -> str:
-        """The name of the actor that has this run; empty if none has."""
+        """Return the name of the actor that has this run; empty if no actor has it."""
         run = self.runs.get(key)
         return "" if run is None or run.process is None or run.has_ended else run.process.name
 
@@ -239,7 +245,7 @@ class RunTable:
         return all(run.has_ended or run.is_gone for run in self.runs.values())
 
     def alive_with_leases(self) -> dict[str, tuple[ProcessId, tuple[tuple[str, int], ...]]]:
-        """Process and leases of the runs that hold device memory."""
+        """Return the process and the leases of each run that holds device memory."""
         return {
             str(run.key): (run.process.watched.id, run.order.leases)
             for run in self.runs.values()
@@ -248,7 +254,7 @@ class RunTable:
 
     @property
     def keeps_outcomes(self) -> bool:
-        """True if only this agent knows how some run has ended: its process is gone, or soon will be."""
+        """True if some run has ended and only this agent knows how."""
         return any(run.has_ended and not run.forgotten for run in self.runs.values())
 
     @property
@@ -256,7 +262,7 @@ class RunTable:
         return any(run.process is not None for run in self.runs.values())
 
     def was_stopped(self, report: Report) -> bool:
-        """Return True if the report says the end, or the absence, of a run that did not end by itself."""
+        """Return True if this is the report of the end or the absence of a run that did not end by itself."""
         run = self.runs.get(RunKey(*report[1:4])) if report[0] in ("ended", "gone") else None
         end = None if run is None else run.reports.get("ended")
         return end is not None and (end[5] in ("stopped", "lost") or end[10:] == (True,))
@@ -266,8 +272,8 @@ class RunTable:
         return next((report for report in self._gone if report[1:4] == key), None)
 
     def all_reports(self) -> Iterator[Report]:
-        """Yield all reports for a leader that may have received none of them: per run in the order of its
-        states."""
+        """Yield all reports for a leader that may have received none of them. The reports of a run come in
+        the order of its states."""
         yield from self._gone
         for run in self.runs.values():
             for kind in ("started", "ready", "checkpointed", "items", "part", "ended", "gone"):
@@ -276,7 +282,7 @@ class RunTable:
 
 
 def own_start(order: RunOrder, config: AgentConfig, log: Path, host: str) -> tuple[Any, ...]:
-    """The order to start a run in a process that runs nothing else."""
+    """Return the order to start a run in a process that runs nothing else."""
     return ("own", order.to_wire(), config.instance, str(log), config.task_user, host, config.node)
 
 
@@ -285,8 +291,8 @@ def gone(key: RunKey, proof: str, samples: Sequence[WireSample] = ()) -> Report:
 
 
 def how_it_ended(exit_status: int | None) -> str:
-    """Return the sentence about a process that has reported no end of its run; `exit_status` is what
-    `os.wait` returns."""
+    """Return a sentence about a process that ended without reporting the end of its run. `exit_status` is
+    the status that `os.wait` returns."""
     if exit_status is None:
         return "its process ended without a report: it was killed or it crashed"
     code = os.waitstatus_to_exitcode(exit_status)
@@ -301,21 +307,22 @@ def how_it_ended(exit_status: int | None) -> str:
 
 
 async def over_memory_limit(runs: Collection[AgentRun], process_mb: int) -> list[RunnerProcess]:
-    """Return the runners that take more host memory than they may have: together what their run asked for, or
-    `process_mb` in one process if it asked for nothing. Sets their `breach`."""
+    """Return the runners that take more host memory than allowed, and set their `breach`. The limit of a
+    runner and its children together is the memory that the run asked for; if it asked for none, each of
+    these processes may take `process_mb`."""
     watched = {
         run.process.watched.id.pid: (run.process, 0 if run.shared else run.order.memory_mb)
         for run in runs
         if run.process is not None and not run.process.breach
     }
-    found = []
+    over_limit = []
     for pid, taken_mb in (await asyncio.to_thread(private_mb_below, watched)).items():
         process, asked_mb = watched[pid]
         process.breach = "" if process.watched.ended else _breach(taken_mb, asked_mb, process_mb)
         if process.breach:
             log.warning("a run takes too much host memory", runner=process.name, fault=process.breach)
-            found.append(process)
-    return found
+            over_limit.append(process)
+    return over_limit
 
 
 def _breach(taken_mb: Sequence[int], asked_mb: int, process_mb: int) -> str:

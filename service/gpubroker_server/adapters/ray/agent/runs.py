@@ -1,4 +1,4 @@
-"""The runs of one node: started, stopped, listened to, and proven gone."""
+"""The runs of one node: the agent starts them, stops them, listens to them, and proves them gone."""
 
 import asyncio
 import bisect
@@ -62,7 +62,7 @@ log = structlog.get_logger("gpubroker.agent")
 NEVER_STARTED = RunOutcome("never_started")
 
 ReportWithin = Callable[[Report, float], None]
-"""Takes a report, and the seconds that it may wait for others."""
+"""Keeps a report. The second argument is the time in seconds for which the report may wait for others."""
 
 
 class NodeRuns:
@@ -71,7 +71,7 @@ class NodeRuns:
     def __init__(
         self, config: AgentConfig, report: ReportWithin, meter: DeviceMeter, runners: RayRunners
     ) -> None:
-        """Raise PermissionError if other users could forge records."""
+        """Open the files of the runs. Raises PermissionError if other users could forge records."""
         self._config = config
         self._report_within = report
         self._meter = meter
@@ -80,7 +80,7 @@ class NodeRuns:
         self.logs = RunLogs(self._files, config.log_limit_bytes)
         self._cgroups = MemoryCgroups()
         self._waiting: list[AgentRun] = []
-        """The highest priority first, then in order of arrival."""
+        """The runs that wait for a process, the highest priority first, then in order of arrival."""
         self._jobs: set[asyncio.Task[None]] = set()
         self.table = RunTable()
         hooks = self._on_report, self._on_end, self._on_ready
@@ -94,12 +94,13 @@ class NodeRuns:
 
     @property
     def has_unrecorded_state(self) -> bool:
-        """A later agent would report a run that waits for a process as never begun, and would not learn how
-        runs have ended until their ends are durable elsewhere."""
+        """True if this agent knows something about its runs that is in no record. A later agent would report
+        a waiting run as never begun, and would not know the end of a run before that end is stored
+        elsewhere."""
         return bool(self._waiting) or self.table.keeps_outcomes or self.directories.is_preparing
 
     def _runner_pids(self) -> list[int]:
-        """Return the processes that runs are in, or will be."""
+        """Return the process ids of all runners, those of blank runners included."""
         processes = (*self.pool.ready, *(run.process for run in self.table.runs.values()))
         return [process.watched.id.pid for process in processes if process is not None]
 
@@ -120,13 +121,14 @@ class NodeRuns:
         ]
 
     def start(self, order: RunOrder, *, shareable: bool) -> None:
-        """Starts no run again that it has seen before: one that is here no more never starts."""
+        """Start a run, or report that it never starts if its claim is not newer than one that was here
+        before."""
         if not self.table.is_new(order.key):
             self.refuse(order.key)
             return
         self.table.note_fence(order.key)
-        small = shareable and not order.barrier and self._config.warm_runners > 0
-        run = AgentRun(order, shared=small and not self.table.is_suspect(order.task))
+        may_share = shareable and not order.barrier and self._config.warm_runners > 0
+        run = AgentRun(order, shared=may_share and not self.table.is_suspect(order.task))
         self.table.runs[order.key] = run
         if order.upload:
             self.directories.prepare(order)
@@ -136,7 +138,8 @@ class NodeRuns:
             self._place_or_wait(run)
 
     def _on_directory(self, key: RunKey, directory: str, failure: Failed | None) -> None:
-        """The copy of its upload is there, or cannot be made."""
+        """Place a run whose working directory is ready, or report its failure if the directory could not be
+        made."""
         run = self.table.runs[key]
         if failure is not None:
             self._end(run, ended(key, failed(*failure), b""))
@@ -158,7 +161,8 @@ class NodeRuns:
             self._report(gone(key, "never_started"))
 
     def stop(self, key: RunKey, grace_seconds: float) -> None:
-        """Give notice, kill after the grace period. A second stop may only shorten it."""
+        """Give a run notice, and kill it after the grace period. A second stop can only shorten the grace
+        period."""
         if key in self.external:
             return  # its owner ends it
         run = self.table.runs.get(key)
@@ -175,15 +179,14 @@ class NodeRuns:
             self._kill_later(run, grace_seconds)
 
     def go(self, key: RunKey, rank_zero_address: str) -> None:
-        """Begin the run, since all ranks are ready. The order may be repeated; a run begins once."""
+        """Begin a run whose ranks are all ready. The order may be repeated; a run begins only once."""
         run = self.table.runs.get(key)
         if run is not None:
             run.go = rank_zero_address
             self._pass_on_go(run)
 
     def pass_on(self, kind: str, key: RunKey, *values: Any) -> None:
-        """Send a message to a run that has begun: the ranks that are left, what a worker of an array holds,
-        an object."""
+        """Send a message to a run that has a process."""
         run = self.table.runs.get(key)
         if run is not None and run.process is not None and not run.has_ended:
             run.process.send((kind, tuple(key), *values))
@@ -193,7 +196,8 @@ class NodeRuns:
         self._do(f"reading the stacks of run {key}", tell)
 
     def take_object(self, key: RunKey, *answer: Any) -> None:
-        """The leader's answer about an object that a run opens, or works in."""
+        """Pass on the leader's answer about an object that a run opens, or from which its working directory
+        is made."""
         self.objects.take(key, *answer)
         self.directories.objects.take(key, *answer)
 
@@ -205,9 +209,10 @@ class NodeRuns:
             self.table.drop_if_done(run)
 
     async def adopt(self) -> None:
-        """Take over what an earlier agent of this node left: runs, remains of runs, processes kept ready.
+        """Take over the runs, the remains of runs and the blank runners that an earlier agent of this node
+        left.
 
-        Changes nothing unless all of it could be found out. Raises UnreadableRecord, OSError, RayError.
+        Changes nothing unless all of them could be found. Raises UnreadableRecord, OSError and RayError.
         """
         took = await take_over(self._files, self._runners, self._config, self.table, self.pool)
         for process in took.processes:
@@ -235,7 +240,7 @@ class NodeRuns:
         await asyncio.to_thread(self._files.limit_logs)
 
     async def close(self) -> None:
-        """Kill every run and every process kept ready; back when nothing of them is left, files included."""
+        """Kill all runs and blank runners, and return when nothing of them is left, their files included."""
         await self.pool.close()
         job = "ending a run before leaving"
         runs = list(self.table.runs.values())
@@ -277,7 +282,8 @@ class NodeRuns:
             self._kill_process(process)
 
     def _on_end(self, process: RunnerProcess) -> None:
-        """The process is gone, and each run in it that has not ended is lost."""
+        """Report the end of each run in a process that is gone. A run that has not ended is lost, or starts
+        again."""
         self.pool.forget(process)
         process_runs = [run for run in self.table.runs.values() if run.process is process]
         cut_off = [run for run in process_runs if not run.has_ended]
@@ -286,7 +292,7 @@ class NodeRuns:
             if not process.shared or run.killed or len(cut_off) == 1:
                 self._end(run, self._lost(run, process))
                 continue
-            # Unless one was killed, any of them may have crashed it: then each starts again alone.
+            # Unless one run was killed, any of them may have crashed the process: each starts again alone.
             self._end(run, ended(run.key, NEVER_STARTED, b""))
             if not one_was_killed:
                 self.table.suspect(run.key.task)
@@ -299,7 +305,8 @@ class NodeRuns:
                 self._do(f"proving run {run.key} gone", job)
 
     def _place(self, run: AgentRun) -> bool:
-        """Return True if the run need not wait any longer: it starts, or never will."""
+        """Start a run if a process is free. Returns False if the run must wait; True if it starts or never
+        will."""
         process = self.pool.least_busy_shared() if run.shared else self.pool.take_spare()
         if process is None:
             return False
@@ -324,10 +331,10 @@ class NodeRuns:
             run.process.send(("go", tuple(run.key), run.go))
 
     def _write_record(self, run: AgentRun, process: RunnerProcess) -> bool:
-        """Write the record first: a later agent would not know of a run without one, so the run must not
-        start."""
-        order, found = run.order, process.watched.id
-        record = RunRecord.of(order, process.name, found, self._runners.node, process.protocol)
+        """Write the record of a run, and return True if that succeeded. A run must not start without one,
+        because a later agent would not know of it."""
+        order, process_id = run.order, process.watched.id
+        record = RunRecord.of(order, process.name, process_id, self._runners.node, process.protocol)
         try:
             self._files.write_record(record)
         except OSError as fault:
@@ -420,7 +427,7 @@ class NodeRuns:
         self.table.drop_if_done(run)
 
     async def _end_lost(self, run: AgentRun, record: RunRecord) -> None:
-        """A run of which the process or its Ray is gone."""
+        """End and report a run whose process is gone, or whose Ray node is."""
         with contextlib.suppress(ProcessLookupError):
             await kill_tree(WatchedProcess(record.process))
         if record.ray_node != self._runners.node:
@@ -441,7 +448,7 @@ class NodeRuns:
         self._report_within(report, AT_ONCE)
 
     def _do(self, job: str, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Try this in the background until it succeeds."""
+        """Run a job in the background, and repeat it until it succeeds."""
         task = asyncio.create_task(retry_until_done(job, attempt))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)

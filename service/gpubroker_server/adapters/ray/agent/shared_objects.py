@@ -1,7 +1,8 @@
-"""Objects that runs of this node use: fetched once, and read by all from Ray's object store.
+"""Objects that runs of this node use. An object is fetched once, and all runs read it from Ray's object
+store.
 
-The leader is asked each time that a run opens one, whether it still may, and for the bytes that are missing
-here: from the first byte on, a part at a time. Users' bytes are not opened here.
+Each time a run opens an object, the leader is asked whether the run may have it, and for the bytes that are
+missing on this node, one part at a time. The contents of objects are not interpreted here.
 """
 
 import asyncio
@@ -18,26 +19,26 @@ from gpubroker.runtime.messages import Report, RunKey
 log = structlog.get_logger("gpubroker.agent")
 
 Failed = tuple[str, str]
-"""Kind and message of a failure."""
+"""The kind and the message of a failure."""
 Answer = Callable[[RunKey, str, Any, Failed | None], None]
-"""Gives a run what it reads an object by, or says why it gets none."""
+"""Gives a run the reference by which it reads an object, or the failure if the run gets none."""
 
 
 class Kept(NamedTuple):
     shared: Any
-    """The reference by which a run's process finds it."""
+    """The reference by which a run's process reads the object."""
     size_bytes: int
 
 
 @dataclass(slots=True, eq=False)
 class _Opening:
-    """One object of a tenant that runs wait for; the leader is asked on behalf of the first run."""
+    """An object of a tenant for which runs wait. The leader is asked on behalf of the first run."""
 
     runs: list[RunKey]
     kept: Kept | None
     data: bytearray = field(default_factory=bytearray)
     waits: bool = False
-    """True while the object waits for another one that comes in parts."""
+    """True while the object waits until another object of several parts has arrived."""
     storing: "asyncio.Task[None] | None" = None
 
     @property
@@ -46,7 +47,7 @@ class _Opening:
 
     @property
     def first_byte(self) -> int:
-        """The number of the first byte that is missing here."""
+        """The position of the first byte that is missing on this node."""
         return len(self.data) if self.kept is None else self.kept.size_bytes
 
 
@@ -58,22 +59,23 @@ class SharedObjects:
         report: Callable[[Report], None],
         give: Answer,
     ) -> None:
-        """`cache_bytes`: the most that is kept here for later runs. `store`: puts the bytes of a tenant's
-        object where the runs of the node read them, for as long as anything refers to them; may block, and
-        raise."""
+        """`cache_bytes` is the most bytes that are kept for later runs. `store` puts the bytes of a tenant's
+        object where runs of the node can read them, and returns the reference; it may block, and raise any
+        exception."""
         self._cache_bytes = cache_bytes
         self._store = store
         self._report = report
         self._give = give
         self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()
-        """(tenant, id) -> object, the least recently used first."""
+        """The kept objects by tenant and id, the least recently used one first."""
         self._openings: dict[tuple[str, str], _Opening] = {}
         self._large: _Opening | None = None
-        """The one object of several parts that is gathered now: each may take as much memory as there is in
-        the agent, and as much again while it is stored."""
+        """The only object of several parts that is fetched now. Each object takes its size in the agent's
+        memory, and twice that while it is stored, so they are fetched one after another."""
 
     def want(self, run: RunKey, tenant: str, id: str) -> None:
-        """The run waits for this object. Repeating it is void."""
+        """Note that the run waits for this object, and ask the leader for it. A repeated call changes
+        nothing."""
         opening = self._openings.get((tenant, id))
         if opening is None:
             opening = _Opening([run], self._kept.get((tenant, id)))
@@ -83,13 +85,13 @@ class SharedObjects:
             opening.runs.append(run)
 
     def take(self, run: RunKey, id: str, size_bytes: int, first_byte: int, data: bytes, failure: str) -> None:
-        """The leader's answer."""
-        found = (
+        """Take the leader's answer about an object."""
+        matching = (
             opening for opening in self._openings.items() if opening[0][1] == id and run in opening[1].runs
         )
-        (tenant, _), opening = next(found, (("", id), None))
+        (tenant, _), opening = next(matching, (("", id), None))
         if opening is None or first_byte != opening.first_byte or opening.storing is not None:
-            return  # no run waits any longer, or it was answered before
+            return  # no run waits any longer, or the question was answered before
         if failure:
             self._kept.pop((tenant, id), None)
             self._finish(tenant, id, opening, ("object_missing", failure))
@@ -99,7 +101,7 @@ class SharedObjects:
             self._add(tenant, id, opening, size_bytes, data)
 
     def leave(self, run: RunKey) -> None:
-        """The run has ended."""
+        """Note that a run has ended and waits for no object any more."""
         for (tenant, id), opening in list(self._openings.items()):
             if run not in opening.runs:
                 continue
@@ -141,14 +143,14 @@ class SharedObjects:
 
     async def _keep(self, tenant: str, id: str, opening: _Opening) -> None:
         try:
-            found, shared = await asyncio.to_thread(self._checked_and_stored, tenant, id, opening.data)
+            digest, shared = await asyncio.to_thread(self._checked_and_stored, tenant, id, opening.data)
         except Exception as fault:
             log.exception("an object cannot be kept for the runs of this node")
             message = f"object {id} cannot be kept on this node: {fault}"
             self._finish(tenant, id, opening, ("object_unreadable", message))
             return
-        if found != id:
-            message = f"the bytes of object {id} are damaged: they have the digest {found}; upload it again"
+        if digest != id:
+            message = f"the bytes of object {id} are damaged: they have the digest {digest}; upload it again"
             self._finish(tenant, id, opening, ("object_missing", message))
             return
         opening.kept = Kept(shared, len(opening.data))
@@ -170,7 +172,8 @@ class SharedObjects:
         self._gather_next(opening)
 
     def _drop_least_used(self) -> None:
-        """Runs that read what is dropped here still refer to it."""
+        """Drop the least recently used objects beyond the size of the cache. Runs that read a dropped object
+        still have a reference to it."""
         while self._kept and sum(kept.size_bytes for kept in self._kept.values()) > self._cache_bytes:
             self._kept.popitem(last=False)
 

@@ -1,6 +1,7 @@
-"""The stacks of a run's Python threads, read from outside by py-spy while the threads go on.
+"""The stacks of a run's Python threads. py-spy reads them from outside while the threads go on.
 
-A thread that never gives up the interpreter's lock is read too, and so is a command that is Python.
+So the stack of a thread that never releases the interpreter's lock can be read too, and that of a command
+that runs Python.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from gpubroker_server.adapters.ray.processes import descendants, name_of, proces
 
 READ_SECONDS = 8.0
 TRIES = 3
-"""A thread that goes on while it is read may make a read fail."""
+"""The number of tries to read a process. A read may fail because the threads go on meanwhile."""
 MOST_PROCESSES = 16
 MOST_CHARACTERS = 100_000
 NOT_PYTHON = "Failed to find python version"
@@ -32,7 +33,7 @@ NOT_ALLOWED = (
 
 
 class Unreadable(Exception):
-    """The text says why."""
+    """The stacks cannot be read. The message says why."""
 
 
 async def tell_stack(
@@ -43,7 +44,7 @@ async def tell_stack(
 
 
 async def stack_of(run: AgentRun | None) -> tuple[str, str]:
-    """(the stacks as text, ""), or ("", why there are none)."""
+    """Return the stacks as text and an empty message, or an empty text and the reason."""
     if run is None or run.process is None or run.has_ended:
         return "", "it has no process now"
     root = run.process.watched.id.pid
@@ -54,13 +55,14 @@ async def stack_of(run: AgentRun | None) -> tuple[str, str]:
             threads = await _threads_of(root)
     except (Unreadable, TimeoutError) as fault:
         return "", str(fault) or f"its process could not be read within {READ_SECONDS:g} s"
-    if run.shared:  # beside runs of other tasks
+    if run.shared:  # the process also has threads of other runs
         threads = [thread for thread in threads if thread["thread_name"] == str(run.key)]
     return (_text(threads), "") if threads else ("", "its thread is not there: it begins or ends just now")
 
 
 async def _stacks_below(root: int) -> tuple[str, str]:
-    """Return the stacks of each process of a command that is Python, and what is said of the others."""
+    """Return the stacks of those processes of a command that run Python and an empty message, or an empty
+    text and the reason."""
     table = await asyncio.to_thread(process_table)
     pids = [process.pid for process in descendants(root, table)][:MOST_PROCESSES]
     texts, others = [], []
@@ -77,13 +79,13 @@ async def _stacks_below(root: int) -> tuple[str, str]:
 
 
 async def _threads_of(pid: int) -> list[dict[str, Any]]:
-    """Return the threads that py-spy reads. Raises Unreadable."""
+    """Return the threads of a process as py-spy reads them. Raises Unreadable."""
     errors = ""
     for _ in range(TRIES):
         code, out, errors = await _py_spy("dump", "--json", "--nonblocking", "--pid", str(pid))
         if code == 0:
-            found: list[dict[str, Any]] = json.loads(out)
-            return found
+            threads: list[dict[str, Any]] = json.loads(out)
+            return threads
         if NOT_PYTHON in errors:
             raise Unreadable(NOT_PYTHON)
         if "ermission" in errors or "not permitted" in errors:
@@ -94,7 +96,8 @@ async def _threads_of(pid: int) -> list[dict[str, Any]]:
 
 
 async def _py_spy(*arguments: str) -> tuple[int, bytes, str]:
-    """Exit code, standard output and standard error. Raises Unreadable if there is none."""
+    """Run py-spy, and return its exit code, standard output and standard error. Raises Unreadable if it is
+    not installed."""
     own_directory = str(Path(sys.executable).parent)
     program = shutil.which("py-spy", path=f"{own_directory}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:

@@ -1,4 +1,5 @@
-"""Finds what an earlier agent of this node left behind. Looking changes nothing, so it can be repeated."""
+"""Finds the runs and processes that an earlier agent of this node left. The search changes nothing, so it
+can be repeated."""
 
 import asyncio
 import os
@@ -22,38 +23,40 @@ from gpubroker_server.adapters.ray.processes import (
 )
 
 ANSWER_SECONDS = 10.0
-"""A runner that has not described itself by then is of no use any more."""
+"""The time within which a runner must answer `describe`. Otherwise it is ended."""
 
 _MARK = re.compile(r"(.+?):(\d+)(?::(\d+))?")
 
 
 class TakenOver(NamedTuple):
-    """The runs and processes that an earlier agent left. All of them are in the table of runs by now."""
+    """The runs and processes that an earlier agent left. All these runs are in the table of runs."""
 
     processes: list[RunnerProcess]
-    """The processes that can still be talked to."""
+    """The processes that can still take orders."""
     lost: list[tuple[AgentRun, RunRecord]]
-    """Runs with a process that cannot be talked to."""
+    """The runs whose process can no longer take orders, each with its record."""
     strays: list[AgentRun]
-    """Runs of which nothing is known but that processes of theirs are there."""
+    """The runs of which only processes were found, but no record and no runner."""
     external: list[RunRecord]
+    """The records of external processes."""
     blank: list[Any]
-    """Handles of runners that run nothing. The pool starts others with this agent's configuration."""
+    """The handles of runners without runs. The pool starts other runners with this agent's configuration."""
 
 
 async def take_over(
     files: RunFiles, runners: RayRunners, config: AgentConfig, table: RunTable, pool: RunnerPool
 ) -> TakenOver:
-    """Looks first, and takes over nothing if some of it cannot be found out or taken over.
+    """Take over all runs and processes that an earlier agent left. Nothing is taken over if any of them
+    cannot be read.
 
     Raises UnreadableRecord, OSError and RayError.
     """
     records = files.records()
     names = await asyncio.to_thread(runners.names)
-    found = {name: await asyncio.to_thread(runners.find, name) for name in names}
-    recorded = [(record, found.pop(record.runner, None)) for record in records]
+    handles = {name: await asyncio.to_thread(runners.find, name) for name in names}
+    recorded = [(record, handles.pop(record.runner, None)) for record in records]
     others = [
-        (name, runner, await _described(runner)) for name, runner in found.items() if runner is not None
+        (name, runner, await _described(runner)) for name, runner in handles.items() if runner is not None
     ]
     marked = await asyncio.to_thread(marked_runs, config.instance, config.node, files)
     took = TakenOver([], [], [], [], [])
@@ -77,37 +80,38 @@ async def take_over(
 
 
 def marked_runs(instance: str, node: str, files: RunFiles) -> set[RunKey]:
-    """Return all runs of this broker on this node that have a process here, recorded or not.
+    """Return all runs of this broker that have a process on this node, with or without a record.
 
-    Found by the marks in a process's environment, or by a log of this node that it has open, as the process
-    that a run begins in has. Another node may be on the same machine. Looks at every process.
+    Every process of the machine is examined. A process belongs to a run if its environment has the run's
+    marks, or if it has the run's log open, as the first process of a run has. The marks name the node,
+    because several nodes may be on one machine.
     """
     table = process_table()
-    found: set[RunKey | None] = set()
+    keys: set[RunKey | None] = set()
     for pid in table.keys() - ancestors(os.getpid(), table):
         marks = marks_of(pid)
         if (marks.get(INSTANCE_MARK), marks.get(NODE_MARK)) == (instance, node):
-            found.add(_key_of(marks.get(RUN_MARK, "")))
-        found |= set(map(files.key_of_log, files_opened_by(pid)))
-    return {key for key in found if key is not None}
+            keys.add(_key_of(marks.get(RUN_MARK, "")))
+        keys |= set(map(files.key_of_log, files_opened_by(pid)))
+    return {key for key in keys if key is not None}
 
 
 def _key_of(mark: str) -> RunKey | None:
-    read = _MARK.fullmatch(mark)
-    return None if read is None else RunKey(read[1], int(read[2]), int(read[3] or 0))
+    match = _MARK.fullmatch(mark)
+    return None if match is None else RunKey(match[1], int(match[2]), int(match[3] or 0))
 
 
 def _take_run(
     record: RunRecord, runner: Any | None, table: RunTable, pool: RunnerPool, processes: list[RunnerProcess]
 ) -> bool:
-    """Take the run of a record over. Return True if its process can still be talked to."""
+    """Take over the run of a record. Return True if its process can still take orders."""
     order = RunOrder(
         *record.key[:2], kind="", rank=record.rank, leases=record.leases, memory_mb=record.memory_mb
     )
     run = _note(AgentRun(order, shared=False, ordered_at=None), table)
     if runner is None:
         return False
-    # A process that is newer than the agent which started it may speak more than they agreed on.
+    # A process of a newer release than the agent that started it may also speak other protocols.
     protocol = record.protocol if record.protocol in SPOKEN else SPOKEN[0]
     try:
         run.process = pool.adopt(record.runner, runner, record.process, shared=False, protocol=protocol)
@@ -126,7 +130,7 @@ def _take_runner(
     pool: RunnerPool,
     processes: list[RunnerProcess],
 ) -> bool:
-    """Take the runner over. Return True if it runs anything."""
+    """Take over a runner that has runs. Return False if it has none or is gone."""
     if described is None or not described["runs"]:
         return False
     shared = described["shared"]
@@ -151,7 +155,8 @@ def _note(run: AgentRun, table: RunTable) -> AgentRun:
 
 
 async def _described(runner: Any) -> dict[str, Any] | None:
-    """Return its description; None if it does not answer, or shares no form with this agent."""
+    """Return the description of a runner; None if it does not answer or shares no protocol with this
+    agent."""
     try:
         return await describe(runner, ANSWER_SECONDS)
     except (RayError, TimeoutError, ValueError):

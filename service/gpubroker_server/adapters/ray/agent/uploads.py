@@ -1,4 +1,5 @@
-"""Uploaded directories on this node: unpacked once, and copied for each run that works in one."""
+"""Uploaded directories on this node. A directory is unpacked once, and copied for each run that works in
+it."""
 
 import contextlib
 import fcntl
@@ -17,24 +18,25 @@ from gpubroker.runtime.archives import ArchiveLimits, unpack
 log = structlog.get_logger("gpubroker.agent")
 
 _FICLONE = 0x40049409
-"""ioctl of linux/fs.h: the new file shares the blocks of the other until one of them is written."""
+"""The ioctl of linux/fs.h by which a new file shares the blocks of another one until one of them is
+written."""
 _COPIED_BYTES = 16 * 2**20
 _LEAST_BYTES = 4096
-"""What a file or a directory takes at least."""
+"""The least disk space that a file or a directory takes."""
 
 
 class Owner(NamedTuple):
-    """The user of a run's files; those of this process need no change."""
+    """The user and the group that own a run's files, if they are not those of this process."""
 
     uid: int
     gid: int
 
 
 class UploadCache:
-    """The directories that were unpacked here, one per tenant and object, which only this user reads.
+    """The unpacked directories of this node, one per tenant and object. Only this user can read them.
 
-    A directory is complete if there is a file beside it that says how much it takes; the time of that file is
-    the time of the last use.
+    A directory is complete if a file beside it contains its size in bytes. The modification time of that
+    file is the time of the last use.
     """
 
     def __init__(self, directory: Path, limits: ArchiveLimits, most_bytes: int) -> None:
@@ -43,15 +45,17 @@ class UploadCache:
         self._most_bytes = most_bytes
         self._in_use: Counter[str] = Counter()
         self._lock = Lock()
-        """Held while it is decided what goes; archives are unpacked and copied in several threads."""
+        """Held while directories are chosen and dropped. Archives are unpacked and copied in several
+        threads."""
 
     def find(self, tenant: str, id: str) -> Path | None:
-        """Return the unpacked directory; None if it is not here."""
+        """Return the unpacked directory of an object; None if it is not on this node."""
         path = self._directory / _name_of(tenant, id)
         return path if _size_file(path).exists() else None
 
     def add(self, tenant: str, id: str, data: bytearray) -> Path:
-        """Unpack an archive. Raises BadArchive and OSError; then nothing of it is left."""
+        """Unpack an archive and return its directory. Raises BadArchive and OSError, and then leaves nothing
+        of it."""
         path = self._directory / _name_of(tenant, id)
         if _size_file(path).exists():
             return path
@@ -85,7 +89,7 @@ class UploadCache:
             self._in_use[source.name] -= 1
 
     def clean(self) -> None:
-        """Remove what an earlier agent has not finished."""
+        """Remove the directories that an earlier agent did not finish."""
         for path in self._directory.glob("*"):
             if path.is_dir() and not _size_file(path).exists():
                 shutil.rmtree(path, ignore_errors=True)
@@ -104,18 +108,18 @@ class UploadCache:
             is_newest = file is sizes[0]
             if kept_bytes > self._most_bytes and not is_newest and not self._in_use[path.name]:
                 log.info("an uploaded directory that was not used lately is removed", path=str(path))
-                file.unlink(missing_ok=True)  # first: without it the rest counts as unfinished
+                file.unlink(missing_ok=True)  # removed first: without it, the directory counts as unfinished
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_tree(directory: str) -> None:
-    """Remove a directory with all that a run has left in it. Raises OSError."""
+    """Remove a directory with all files that a run has left in it. Raises OSError."""
     try:
         shutil.rmtree(directory)
     except PermissionError:
         if os.geteuid() == 0:
             raise
-        os.chmod(directory, 0o700)  # the run was of this user, and may have closed directories
+        os.chmod(directory, 0o700)  # the run had this user, and may have taken permissions from directories
         for path, names, _ in os.walk(directory):
             for inner in (f"{path}/{name}" for name in names):
                 if not os.path.islink(inner):
@@ -160,7 +164,8 @@ def _copy_directory(source: str, target: str, owner: Owner | None) -> None:
 
 
 def _copy_file(source: str, target: str, owner: Owner | None) -> None:
-    """Copy, at once where the file system can. A hard link would let one run change the files of others."""
+    """Copy a file, by sharing its blocks where the file system can. A hard link would not do: one run could
+    then change the files of others."""
     with open(source, "rb", buffering=0) as old, open(target, "xb", buffering=0) as new:  # quicker
         status = os.fstat(old.fileno())
         try:

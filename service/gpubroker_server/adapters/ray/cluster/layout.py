@@ -1,4 +1,5 @@
-"""Assigns GPUs to the nodes of a cluster on one machine: the first ones to the head, the next to worker 1."""
+"""Assigns GPUs to the nodes of a cluster on one machine: the first ones to the head, the next ones to worker
+1, and so on."""
 
 import json
 from collections.abc import Collection
@@ -13,7 +14,7 @@ from gpubroker_server.adapters.ray.head.node_to_start import NodeToStart
 
 HEAD = "head"
 WORKER_UNIT = "worker_unit"
-"""A resource of Ray, for programs that count workers."""
+"""The name of a resource of Ray, for programs that count workers."""
 
 
 class ClusterGpu(Struct, frozen=True):
@@ -25,7 +26,7 @@ class ClusterGpu(Struct, frozen=True):
 
 
 class ClusterLayout(Struct, frozen=True):
-    """The layout that `gpubroker cluster start` was asked for."""
+    """The layout of a cluster, as requested by `gpubroker cluster start`."""
 
     name: str
     workers: int
@@ -36,11 +37,12 @@ class ClusterLayout(Struct, frozen=True):
     worker_units: float = 1.0
     object_store_bytes: int = 128 * 2**20
     port: int = 0
-    """The port of the head; 0: any free one."""
+    """The port of the head; 0 for any free port."""
 
     @property
     def lacking(self) -> str:
-        """Return why there cannot be so many workers, and what to do; empty if there can."""
+        """A message that says why there are too few GPUs for the workers, and what to do; empty if there are
+        enough."""
         needed = (self.workers + 1) * self.gpus_per_node
         if needed <= len(self.gpus):
             return ""
@@ -51,7 +53,8 @@ class ClusterLayout(Struct, frozen=True):
         )
 
     def next_worker(self, taken: Collection[int]) -> int | str:
-        """The lowest free number of a worker; or why there is none, and what to do."""
+        """Return the lowest free number of a worker, or a message that says why no worker can be added and
+        what to do."""
         number = next(number for number in range(1, len(taken) + 2) if number not in taken)
         if self._gpus_of(number) is not None:
             return number
@@ -94,8 +97,8 @@ class ClusterLayout(Struct, frozen=True):
 
     def _gpus_of(self, number: int) -> tuple[ClusterGpu, ...] | None:
         first = number * self.gpus_per_node
-        found = self.gpus[first : first + self.gpus_per_node]
-        return found if len(found) == self.gpus_per_node else None
+        gpus = self.gpus[first : first + self.gpus_per_node]
+        return gpus if len(gpus) == self.gpus_per_node else None
 
     def _remedy(self, needed: int) -> str:
         simulated = next((gpu.simulated_mb for gpu in self.gpus if gpu.simulated_mb), 0)

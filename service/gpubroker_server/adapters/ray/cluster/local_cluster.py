@@ -1,6 +1,6 @@
-"""A cluster on this machine as its commands see it: started, added to, looked at, stopped.
+"""Starts and stops clusters on this machine, adds workers to them, and shows their state.
 
-Each has a folder, `<data_dir>/clusters/<name>`, with the state file and the token of a local head.
+Each cluster has a folder, `<data_dir>/clusters/<name>`, with the state file and the token of a local head.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ from gpubroker_server.adapters.ray.head.head import (
 
 SUPERVISOR = "gpubroker_server.adapters.ray.cluster.supervisor"
 ANSWER_SECONDS = 600.0
-"""A worker starts within some seconds, on a busy machine within many, and is started again if that fails."""
+"""The time limit for the answer of a cluster's supervisor. A worker may take long to start on a busy
+machine, and a failed start is repeated."""
 END_SECONDS = 30.0
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 
@@ -40,28 +41,29 @@ Tell = Callable[[Mapping[str, Any]], None]
 
 
 class ClusterRefused(Exception):
-    """The text says what was found and what to do."""
+    """A command on a cluster cannot be carried out. The message says why and what to do."""
 
 
 def cluster_folder(data_dir: Path, name: str) -> Path:
-    """Return the folder of a cluster of this name. Raises ClusterRefused for a bad name: the folder is
-    removed as a whole, so it must be one of a cluster."""
+    """Return the folder of a cluster. Raises ClusterRefused for a bad name: the folder is removed as a
+    whole, so the name must not lead elsewhere."""
     if not _NAME.fullmatch(name):
         raise ClusterRefused(f"--name {name!r}: use a to z, digits and -, at most 31 of them")
     return data_dir / "clusters" / name
 
 
 def run_cluster(data_dir: Path, layout: ClusterLayout, tell: Tell) -> str:
-    """Start it, and keep it until SIGINT or SIGTERM; nothing of it is left then. Why it ended, if not so.
+    """Start a cluster, and keep it until SIGINT or SIGTERM; then nothing of it is left. Returns the reason
+    if the cluster ended by itself, otherwise an empty text.
 
-    `tell`: gets each node that runs, and at last `{"up": True}`. Raises ClusterRefused.
+    `tell` receives a message about each node that runs, and `{"up": True}` at the end. Raises ClusterRefused.
     """
     folder = cluster_folder(data_dir, layout.name)
     if layout.lacking:
         raise ClusterRefused(layout.lacking)
     with _only_one(folder):
         _check_gpus(data_dir, layout)
-        asyncio.run(stop_head(folder))  # what was left by one that was killed
+        asyncio.run(stop_head(folder))  # a cluster that was killed may have left processes
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / LAYOUT).write_text(layout.to_json())
         try:
@@ -107,8 +109,8 @@ def running_clusters(data_dir: Path) -> Iterator[tuple[str, HeadState]]:
 
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Hold the cluster's lock. Raises ClusterRefused if another process has it. The lock goes with the
-    process, however it ends."""
+    """Hold the cluster's lock. Raises ClusterRefused if another process has it. The kernel releases the lock
+    when this process ends."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder.with_suffix(".lock")
     with path.open("w") as lock:
@@ -180,7 +182,7 @@ def _supervise(folder: Path, tell: Tell) -> str:
 
 @contextmanager
 def _interruptible(supervisor: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """SIGINT and SIGTERM are passed on as SIGTERM; the lines of the supervisor end when it has ended."""
+    """Pass on SIGINT and SIGTERM to the supervisor as SIGTERM. Its output then ends when it has ended."""
 
     def pass_on(_number: int, _frame: Any) -> None:
         supervisor.terminate()

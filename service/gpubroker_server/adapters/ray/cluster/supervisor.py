@@ -1,8 +1,9 @@
-"""The process around a cluster on this machine: starts its nodes, adds workers, and leaves nothing behind.
+"""The process around a cluster on this machine. It starts the nodes, adds workers, and leaves no process or
+file behind.
 
-Started as `python -m gpubroker_server.adapters.ray.cluster.supervisor FOLDER SAYING LIFE`, in a session of
-its own, so that Ctrl-C does not reach Ray. It writes a line of JSON to descriptor SAYING for each node that
-runs, and ends when LIFE closes, which is when the command that started it has ended, however that was.
+The program is started as `python -m gpubroker_server.adapters.ray.cluster.supervisor FOLDER SAYING LIFE`, in
+a session of its own, so that Ctrl-C does not reach Ray. It writes a line of JSON to descriptor SAYING for
+each node that runs. It ends when descriptor LIFE closes, because then the command that started it has ended.
 """
 
 import contextlib
@@ -32,20 +33,20 @@ from gpubroker_server.adapters.ray.processes import ProcessId, descendants, kill
 
 LAYOUT = "layout.json"
 CONTROL = "control"
-"""The socket, in a directory of mode 0700, at which workers are asked for."""
+"""The name of the socket for requests. It is in a directory of mode 0700."""
 LOOK_SECONDS = 60.0
-"""Signals and requests come sooner."""
+"""The longest wait for a signal or a request."""
 STARTS = 3
-"""A node is given up after so many starts."""
+"""The number of failed starts after which a node is given up."""
 PAUSE_SECONDS = 5.0
 """The pause after the first failed start of a node. It doubles with each further one."""
 MOST_SAID = 2000
 REQUEST_SECONDS = 5.0
-"""A client that has connected says what it wants within this time."""
+"""The time within which a client that has connected must send its request."""
 
 
 class ClusterEnded(Exception):
-    """A node that the cluster cannot do without is gone or did not start; the text says which."""
+    """A node that the cluster needs is gone or did not start. The message says which."""
 
 
 def main() -> int:
@@ -87,10 +88,10 @@ class Supervisor:
         self._head: dict[int, str] = {}
         """The vital processes of the head, by pid."""
         self._workers: dict[int, int] = {}
-        """Pid of the raylet, by the worker's number."""
+        """The pid of each worker's raylet, by the number of the worker."""
 
     def start(self, folder: Path) -> Iterable[Mapping[str, Any]]:
-        """Start all nodes, one after the other, and yield what to say of each. Raises ClusterEnded."""
+        """Start all nodes, one after the other, and yield a message about each. Raises ClusterEnded."""
         self._head = self._start(0)
         self._state = replace(self._state, address=self._state.address_file.read_text().splitlines()[0])
         write_state(folder, self._state)
@@ -103,7 +104,7 @@ class Supervisor:
         yield {"up": True}
 
     def watch(self, control: socket.socket, lifeline: Any) -> None:
-        """Return when the cluster is to end. Raises ClusterEnded."""
+        """Answer requests until the cluster should end. Raises ClusterEnded."""
         while not self._signals.stop:
             ready = self._signals.wait(LOOK_SECONDS, control.fileno(), lifeline.fileno())
             self._note_ended(reap())
@@ -113,22 +114,22 @@ class Supervisor:
                 self._answer(control)
 
     def _start(self, number: int) -> dict[int, str]:
-        """Start a node, several times if need be: on a busy machine a start may fail. Empty if the cluster is
-        being stopped. Raises ClusterEnded."""
+        """Start a node, and return its vital processes; empty if the cluster is being stopped. A failed
+        start is repeated, because a start may fail on a busy machine. Raises ClusterEnded."""
         node = self._layout.node(number, self._state.address, None if number else self._state.ray_dir)
         why = ""
         for attempt in range(STARTS):
-            # What an earlier attempt has left may not be reaped yet, and is no process of this one.
-            there = set(descendants(os.getpid(), process_table(with_ended=True)))
+            # Processes of an earlier attempt that are not reaped yet do not belong to this one.
+            earlier = set(descendants(os.getpid(), process_table(with_ended=True)))
             try:
                 again = replace(node, chooses_ports=attempt > 0)
-                vital = start_ray(again, self._state, self._signals, {process.pid for process in there})
+                vital = start_ray(again, self._state, self._signals, {process.pid for process in earlier})
             except HeadLost as lost:
                 vital, why = {}, str(lost)
                 say(why)
             if vital:
                 return vital
-            self._kill_all_but(there)
+            self._kill_all_but(earlier)
             if self._signals.stop:
                 return {}
             if attempt + 1 < STARTS:
@@ -140,12 +141,12 @@ class Supervisor:
         return descendants(os.getpid(), process_table())
 
     def _kill_all_but(self, others: set[ProcessId]) -> None:
-        """Kill what a start has left. Ray meanwhile starts processes in nodes that were there before: those
-        are below a raylet."""
+        """Kill the processes that a failed start has left. `others` existed before it. Processes that Ray
+        has meanwhile started in other nodes are spared; they are descendants of those nodes' raylets."""
         table = process_table()
-        kept = {found for raylet in self._workers.values() for found in descendants(raylet, table)}
-        kept |= {found for vital in self._head for found in descendants(vital, table)}
-        kill_all([found for found in self._below() if found not in others | kept])
+        spared = {process for raylet in self._workers.values() for process in descendants(raylet, table)}
+        spared |= {process for vital in self._head for process in descendants(vital, table)}
+        kill_all([process for process in self._below() if process not in others | spared])
 
     def _note_ended(self, ended: set[int]) -> None:
         for pid, name in self._head.items():

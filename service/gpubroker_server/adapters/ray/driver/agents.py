@@ -1,4 +1,4 @@
-"""The node agents that answer a service: which release each is of, and when it may be replaced."""
+"""The node agents that answer a service, their releases, and when each may be replaced."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -25,13 +25,14 @@ from gpubroker_server.ports.store import ReadTicks
 from gpubroker_server.ports.task_objects import ObjectQuestion
 
 IDLE_SECONDS = 1.0
-"""A node has been idle for so long before its agent is replaced: the end of one run often begins the next."""
+"""The time for which a node must be idle before its agent is replaced. The end of one run often begins the
+next."""
 AGAIN_SECONDS = 600.0
-"""An agent whose successor is as old is not replaced again before this time: its machine has the old
-software."""
+"""The shortest time between two replacements of an agent. If the successor is outdated too, its machine has
+the earlier software."""
 
 MESSAGES = 8
-"""The number of an agent's last messages that tell what its clock shows."""
+"""The number of an agent's last messages from which the offset of its clock is estimated."""
 
 _GONE, _FORGOTTEN = "gone", "forgotten"
 
@@ -43,14 +44,14 @@ class AnsweringAgent:
     release: str
     """The release of the agent; empty if unknown."""
     runs: dict[RunId, set[str]]
-    """What happened to each run that the agent has or was ordered to start, until the run is gone and
+    """The events of each run that the agent has or was ordered to start, until the run is gone and
     forgotten."""
     faults: Mapping[str, str] = field(default_factory=dict)
-    """GPUs that it cannot use, and why."""
+    """The GPUs that the agent cannot use, each with the reason."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """The versions of `python` and `ray`."""
     gpu_absence: str = ""
-    """Why its machine shows no GPU; empty if it shows one."""
+    """The reason why its machine shows no GPU; empty if it shows one."""
     is_outdated: bool = False
     """True if the agent is of an earlier release than this software."""
     idle_since: float | None = None
@@ -67,7 +68,8 @@ class AnsweringAgent:
 
 class NodeAgents:
     """The agents that have answered through the present driver. An agent outlives the service that started
-    it, so it may be of an earlier release: it is used as it is until its node is idle, and then replaced."""
+    it, so it may be of an earlier release. Such an agent stays in use until its node is idle, and is then
+    replaced."""
 
     def __init__(self, ticks: ReadTicks) -> None:
         self._ticks = ticks
@@ -82,7 +84,7 @@ class NodeAgents:
         return len(self._answering)
 
     def protocol(self, node: NodeName) -> int:
-        """The form that its agent speaks; 0 if it has not answered."""
+        """Return the protocol that the agent of a node speaks; 0 if it has not answered."""
         agent = self._answering.get(node)
         return 0 if agent is None else agent.protocol
 
@@ -131,8 +133,8 @@ class NodeAgents:
             agent.runs.pop(run, None)
 
     def to_replace(self, node: NodeName) -> bool:
-        """Return True if the agent is outdated and its node has been idle for a while; then it counts as
-        replaced. The link asks this with each message of the node."""
+        """Return True if the agent is outdated and its node has been idle for IDLE_SECONDS; it then counts
+        as replaced. Call this with each message of the node."""
         agent, now = self._answering.get(node), self._ticks()
         if agent is None:
             return False
@@ -147,8 +149,7 @@ class NodeAgents:
         return True
 
     def views(self) -> dict[str, Mapping[str, Any]]:
-        """Return what is shown of each node's agent: release, protocol, whether it is outdated, what happens
-        then, GPU faults."""
+        """Return the fields that clients see of each node's agent."""
         now = self._ticks()
         return {str(node): self._view(node, agent, now) for node, agent in self._answering.items()}
 
@@ -168,11 +169,12 @@ class NodeAgents:
             "message": message,
             "gpu_faults": dict(agent.faults),
             "gpu_absence": agent.gpu_absence or None,
-            # A slow message makes it seem more.
+            # A slow message makes the clock seem further ahead, so the least value is the best.
             "clock_ahead_seconds": round(min(agent.ahead_seconds, default=0.0)),
             **agent.versions,
         }
 
     def _was_replaced_in_vain(self, node: NodeName, now: float) -> bool:
-        """An outdated agent was replaced a short time ago, so this one, outdated too, is its successor."""
+        """Return True if the node's agent was replaced within AGAIN_SECONDS, so that an outdated agent there
+        must be the successor."""
         return now - self._replaced_at.get(node, -AGAIN_SECONDS) < AGAIN_SECONDS

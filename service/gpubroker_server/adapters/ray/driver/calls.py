@@ -1,4 +1,4 @@
-"""Calls to workers of sets, in the driver process: from its service straight to the actor of a run."""
+"""Calls to workers of worker sets, in the driver process. A call goes straight to the actor of the run."""
 
 import asyncio
 import time
@@ -11,14 +11,14 @@ from gpubroker_server.adapters.ray.wire import pack
 
 MOST_ACTORS = 4096
 ANSWER_BYTES = 2**20
-"""The most bytes of an answer beside its result: an answer has texts too."""
+"""The most bytes of an answer besides its result, which are those of its texts."""
 
 Key = tuple[str, int, int]
 
 
 class ActorCalls:
-    """Keeps the handles of the actors that were called. What becomes of one call is of no other's concern:
-    whatever goes wrong is its answer."""
+    """Calls actors, and caches their handles. A call that fails is answered with its fault and does not
+    affect other calls."""
 
     def __init__(self, agent_config: str, result_limit_bytes: int) -> None:
         self._agent_config = agent_config
@@ -26,7 +26,8 @@ class ActorCalls:
         self._actors: dict[Key, asyncio.Future[Any]] = {}
 
     async def call(self, node: str, task: str, fence: int, seconds: float, packed: bytes) -> bytes:
-        """Return what `Runner.call` answers, or that the call did not reach it, or was lost with it."""
+        """Return the packed answer of `Runner.call`, or one that says that the call did not reach the actor
+        or was lost with it."""
         key = task, fence, 0
         until = time.monotonic() + seconds
         try:
@@ -44,21 +45,22 @@ class ActorCalls:
         return answer if is_answer else pack(())
 
     async def _actor(self, node: str, key: Key) -> Any:
-        """Return the actor of this run, which is found once for all calls. Raises ValueError, RayError,
+        """Return the actor of a run. It is looked up once for all calls. Raises ValueError, RayError and
         AttributeError."""
-        found = self._actors.get(key)
-        if found is None:
-            found = self._actors[key] = asyncio.ensure_future(self._find(node, key))
-            while len(self._actors) > MOST_ACTORS:  # the oldest first; it is found again
+        actor = self._actors.get(key)
+        if actor is None:
+            actor = self._actors[key] = asyncio.ensure_future(self._find(node, key))
+            while len(self._actors) > MOST_ACTORS:  # the oldest one; a later call looks it up again
                 del self._actors[next(iter(self._actors))]
         try:
-            return await asyncio.shield(found)
+            return await asyncio.shield(actor)
         except Exception:
             self._actors.pop(key, None)
             raise
 
     async def _find(self, node: str, key: Key) -> Any:
-        """An agent of an earlier release has no `runner_of`."""
+        """Look up the actor of a run. Raises AttributeError for an agent of an earlier release, which has no
+        `runner_of`."""
         namespace = AgentConfig.from_json(self._agent_config).namespace
         agent: Any = await asyncio.to_thread(ray.get_actor, f"agent/{node}", namespace)
         name = await agent.runner_of.remote(*key)

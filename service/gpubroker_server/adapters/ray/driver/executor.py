@@ -57,7 +57,8 @@ log = structlog.get_logger("gpubroker.ray")
 START_PATIENCE_SECONDS = 30.0
 LEAVE_SECONDS = 10.0
 FORGET_SECONDS = 0.05
-"""An order to forget a run is not urgent: it travels with the next order, or so much later."""
+"""The time after which an order to forget a run is sent if no other order took it along. Such an order is not
+urgent."""
 NO_TERM = Term(0)
 """The term sent to the driver while another process leads: the driver then talks to no agent."""
 CONNECTED = "connected"
@@ -77,15 +78,17 @@ class UnansweredStart(NamedTuple):
 
 
 class RayExecutor:
-    """Survives the loss of its driver process, of an agent and of a local head: each is replaced.
+    """Sends orders to the node agents, and receives their reports. A driver process, an agent or a local
+    head that is lost is replaced.
 
-    Orders for a node that cannot be reached wait until it can; its agent then says which came too late. Every
-    start is answered in the end, at the latest by a later agent that says it never arrived.
+    Orders for a node that cannot be reached wait until it can; its agent then says which of them came too
+    late. Every start is answered in the end, at the latest by a later agent that says that the start never
+    arrived.
     """
 
     def __init__(self, options: RayOptions, clock: Clock) -> None:
         self._options = options
-        self._home = options.home  # read in every cycle, and looks at the disk
+        self._home = options.home  # kept, because it is read in every cycle and the property reads the disk
         self._clock = clock
         self._orders = OrderWriter(options.result_limit_bytes, options.checkpoint_limit_bytes)
         self._reader = ReportReader(options.cluster, clock.now)
@@ -100,29 +103,31 @@ class RayExecutor:
         self._held: dict[NodeName, deque[bytes]] = {}
         """Orders for agents that have not answered."""
         self._written: dict[NodeName, list[Any]] = {}
-        """Orders that wait for others to travel with."""
+        """Orders that wait to be sent together with later ones."""
         self._later: asyncio.TimerHandle | None = None
         self._unanswered: dict[RunId, UnansweredStart] = {}
         self._unanswered_bytes = 0
         self._reports: list[Report | TermRefused | ObjectQuestion] = []
         self._untaken_bytes = 0
-        """The bytes received and not fetched yet; beyond a bound the driver polls no agent."""
+        """The bytes of received messages that `reports` has not returned yet. Beyond a bound the driver
+        polls no agent."""
         self._arrived = asyncio.Event()
         self._ready = asyncio.Event()
         self._left, self._flushed = asyncio.Event(), asyncio.Event()
         self._asks_for_room = False
         self._state, self._message = "stopped", "not started"
         self._head_fault = ""
-        """The consequence of a silent control service of Ray; empty while it answers."""
+        """A message about Ray's control service while it does not answer; empty while it does."""
 
     async def connect(self) -> None:
-        """Have a driver process that has reached Ray; keeps trying in the background."""
+        """Begin to keep a driver process connected to Ray, in the background."""
         if self._state == "stopped":
             self._state, self._message = "starting", "connecting to Ray"
         self._driver.begin()
 
     async def start(self, leader_term: LeaderTerm, lineage: Lineage) -> None:
-        """Return when the first agent has answered, or after 30 s; keeps trying in the background."""
+        """Begin the term. Returns when the first agent has answered, or after 30 s; then the search for
+        agents goes on in the background."""
         await self.stand_back()
         self._leader_term, self._lineage = leader_term, lineage
         if self._state == STANDBY:
@@ -135,8 +140,8 @@ class RayExecutor:
                 await self._ready.wait()
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
-        """Send orders without waiting. Skips a start without a payload: its run ended between commit and
-        dispatch."""
+        """Send orders without waiting. A start without a payload is skipped, because its run ended between
+        commit and dispatch."""
         urgent = set()
         for order in orders:
             payload = payloads.get(order.task)
@@ -159,7 +164,8 @@ class RayExecutor:
             await self._flushed.wait()
 
     async def stand_back(self) -> None:
-        """The next leader asks the agents for everything that they have not reported yet."""
+        """Stop sending orders, and drop orders and reports that are still here. The agents report to the
+        next leader again."""
         self._leader_term = None
         self._cancel_dispatch()
         self._agents.clear()
@@ -177,18 +183,20 @@ class RayExecutor:
             self._driver.send("ask", node)
 
     def measure(self, nodes: Sequence[NodeName]) -> None:
-        """An agent that has yet to answer measures before it does."""
+        """Have these nodes measure their devices now. An agent that has not answered yet is left out: it
+        measures before it answers."""
         for node in nodes:
             if node in self._agents:
                 self._give(node, MEASURE)
 
     def request_resources(self, bundles: Sequence[Mapping[str, float]]) -> None:
-        """Have the autoscaler of a joined cluster keep room for these, used or not, until `close`."""
+        """Have the autoscaler of a joined cluster keep room for these bundles, used or not, until `close`."""
         self._asks_for_room = True
         self._driver.send("resources", list(bundles))
 
     def read_logs(self, node: NodeName, logs: Mapping[LogName, int]) -> None:
-        """An agent of an earlier release cannot tell them."""
+        """Ask the agent of a node for logs, each from the given byte on. An agent whose protocol lacks logs
+        is not asked."""
         if self._agents.protocol(node) >= TELLS_LOGS:
             self._give(node, *(log_order(*log) for log in logs.items()))
 
@@ -197,7 +205,7 @@ class RayExecutor:
             self._give(order.node, disk_order(order))
 
     def answer(self, answer: ObjectAnswer) -> None:
-        if answer.node in self._agents:  # else its agent asks again
+        if answer.node in self._agents:  # a later agent of the node asks again
             self._give(answer.node, object_order(answer))
 
     async def reports(self) -> Sequence[Report | TermRefused | ObjectQuestion]:
@@ -243,7 +251,7 @@ class RayExecutor:
         match message:
             case ("reports", packed, asked_at, term):
                 if term != self._term:
-                    self._driver.send("taken", len(packed))  # it was true in an earlier term
+                    self._driver.send("taken", len(packed))  # the reports belong to an earlier term
                     return
                 self._untaken_bytes += len(packed)
                 received = self._reader.read(packed, boot_seconds() - asked_at)
@@ -278,7 +286,7 @@ class RayExecutor:
     def _on_driver_end(self, fault: str, head_ended: bool) -> bool:
         had_agents = bool(self._agents)
         self.calls.on_driver_end(fault)
-        self._head_fault = ""  # the state says it
+        self._head_fault = ""  # the state and its message say why
         if head_ended:
             for name, incarnation in self._agents.incarnations().items():
                 self._report(NodeLost(name, incarnation, self._clock.now(), fault, confirmed=True))
@@ -290,7 +298,7 @@ class RayExecutor:
         return had_agents
 
     def _can_start(self, order: StartOrder, payload: RunPayload) -> bool:
-        """Return True for a start that may be sent, and note it; answer one that may not."""
+        """Return True if a start may be sent, and note the start; otherwise report that it was never made."""
         run = order.task, order.fence, order.rank
         size_bytes = len(payload.arguments) + len(payload.resume_state or b"")
         reason = ""
@@ -322,7 +330,7 @@ class RayExecutor:
             self._held.setdefault(node, deque()).append(packed)
 
     def _send_orders(self, node: NodeName, packed: bytes) -> None:
-        """The driver drops orders that reach it after the end of the term."""
+        """Send orders through the driver, which drops them if they reach it after the end of the term."""
         if self._leader_term is not None and not self._leader_term.is_over(boot_seconds()):
             self._driver.send("orders", node, packed, self._leader_term.until)
 
@@ -337,7 +345,7 @@ class RayExecutor:
             self._later = None
 
     def _acknowledge(self) -> None:
-        """Let the driver send more."""
+        """Tell the driver how many bytes were fetched, so that it may send more."""
         if self._untaken_bytes:
             self._driver.send("taken", self._untaken_bytes)
             self._untaken_bytes = 0
@@ -366,13 +374,14 @@ class RayExecutor:
                 self._kill(received.node, report)
 
     def _kill(self, node: NodeName, ended: Ended) -> None:
-        """Kill the run, whose process may still be there although its report cannot be read."""
+        """Kill a run whose report cannot be read, because its process may still be alive."""
         agent = self._agents.incarnations().get(node, "")
         stop = StopOrder(ended.task, ended.fence, node, agent, StopReason.CANCEL, Seconds(0.0), ended.rank)
         self._give(node, self._orders.write(stop, None))
 
     def _on_node(self, seen: NodeReport, protocol: int) -> None:
-        """The agent starts nothing that was ordered before it answered: a run that it lacks never began."""
+        """Note the answer of an agent, and send it the orders that were held for it. The agent starts
+        nothing that was ordered before it answered, so a start that it does not list was never made."""
         name = seen.node.name
         listed = set(seen.runs)
         for run in [run for run, start in self._unanswered.items() if start.node == name]:
@@ -386,7 +395,8 @@ class RayExecutor:
         self._ready.set()
 
     def _replace_if_outdated(self, node: NodeName) -> None:
-        """Replace an outdated agent. From now on, orders wait for the next agent of that node."""
+        """Replace the agent of a node if it is outdated and idle. From then on, orders wait for the next
+        agent of that node."""
         if self._agents.to_replace(node):
             log.info("replacing an agent of an earlier release; nothing is on its node", node=node)
             self._agents.lose(node)

@@ -1,7 +1,7 @@
-"""End our node agents on a joined cluster, and with them all runs and runners of ours.
+"""Ends the node agents of this service on a joined cluster, and with them its runs and runners.
 
-Started as `python -m gpubroker_server.adapters.ray.driver.leave ADDRESS NAMESPACE`; prints how many there
-were.
+The program is started as `python -m gpubroker_server.adapters.ray.driver.leave ADDRESS NAMESPACE`, and
+prints the number of agents.
 """
 
 import logging
@@ -18,11 +18,11 @@ MOST_SECONDS = 120.0
 
 
 class CannotLeave(Exception):
-    """The cluster cannot be reached, or an agent did not end; the text says which."""
+    """The cluster cannot be reached, or an agent did not end. The message says which."""
 
 
 def leave_cluster(options: RayOptions) -> int:
-    """End our agents and return their number. Raises CannotLeave."""
+    """End the agents of this service and return their number. Raises CannotLeave."""
     command = [sys.executable, "-m", __name__, str(options.address), options.namespace]
     try:
         ended = subprocess.run(  # noqa: S603  # our own module
@@ -43,15 +43,15 @@ def main() -> None:
 
     address, namespace = sys.argv[1:]
     ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
-    names = [found["name"] for found in ray.util.list_named_actors(all_namespaces=True)
-             if found["namespace"] == namespace and found["name"].startswith("agent/")]  # fmt: skip
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)
+             if actor["namespace"] == namespace and actor["name"].startswith("agent/")]  # fmt: skip
     for name in names:
         try:
             ray.get(ray.get_actor(name).leave.remote(), timeout=LEAVE_SECONDS)
         except GetTimeoutError:
             sys.exit(f"{name} has not ended within {LEAVE_SECONDS:g} s")
         except (RayError, ValueError):
-            continue  # it ends its own process
+            continue  # the agent has ended its own process before it could answer
     print(len(names))
 
 

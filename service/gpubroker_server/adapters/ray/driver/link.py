@@ -1,4 +1,5 @@
-"""The service's side of its driver process: started, listened to, killed when silent, and started again."""
+"""The service's side of its driver process: it starts the process, listens to it, kills it when it is
+silent, and starts another one."""
 
 import asyncio
 import contextlib
@@ -35,18 +36,20 @@ FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
 HEAD_PAUSE_SECONDS = 5.0
 LONGEST_HEAD_PAUSE_SECONDS = 60.0
-"""Each start of a local head that fails adds load; on a busy machine that alone would keep the next one from
-coming up."""
+"""The longest pause before a local head is started again. Each failed start adds load, which on a busy
+machine could make the next start fail too."""
 CONNECT_PATIENCE_SECONDS = 90.0
-"""A driver that connects to Ray gives up by itself after less."""
+"""The time after which a silent driver that is still connecting to Ray is killed. A driver gives up
+connecting earlier by itself."""
 PINGS = 5
-"""The number of pings within the driver's patience."""
+"""The number of pings that a driver leaves unanswered before it is killed."""
 KEEPALIVE_SECONDS = 5.0
-"""Ray's connections are probed after this time without traffic, and made again after as long without an
-answer. Ray itself would wait for five minutes, and would not learn of new nodes meanwhile."""
+"""The time without traffic after which Ray's connections are probed, and the time without an answer after
+which they are made again. By default Ray waits for five minutes, and does not learn of new nodes
+meanwhile."""
 KILL_SECONDS = 5.0
 LOGS = ("ray-driver.log", "ray-driver.out")
-"""The driver's own lines, and the lines that Ray prints in the driver."""
+"""The file of the driver's own log lines, and that of the lines that Ray prints in the driver."""
 LOG_BYTES = 4 * 2**20
 DRIVER = "gpubroker_server.adapters.ray.driver.process"
 ENDED = "the Ray driver process ended"
@@ -85,17 +88,17 @@ class DriverLink:
         return cls(child, reader, writer, options.driver_patience_seconds)
 
     def send(self, *parts: Any) -> None:
-        """Send without waiting: a driver that reads nothing is silent too, and is killed before much has
-        gathered."""
+        """Send a message without waiting. A driver that does not read its messages does not answer pings
+        either, and is killed before many messages have queued up."""
         self._writer.write(frame(*parts))
 
     async def room(self) -> None:
-        """Return when the driver has taken nearly all that was sent, or is gone."""
+        """Return when the driver has read nearly all messages, or is gone."""
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
     async def listen(self, on_message: Callable[[tuple[Any, ...]], None]) -> None:
-        """Return when the driver has ended."""
+        """Hand each message to `on_message`, and return when the driver has ended."""
         watching = asyncio.create_task(self._watch())
         try:
             while (message := await read_frame(self._reader)) is not None:
@@ -113,15 +116,15 @@ class DriverLink:
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Return when the process has been reaped."""
+        """Kill the driver, and return when its process has been reaped."""
         self._writer.close()
         self._child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._child.wait, KILL_SECONDS)
 
     async def _watch(self) -> None:
-        """Kill a silent driver. Counts pings, not the clock: a service that slept itself finds the answers
-        waiting for it."""
+        """Kill the driver once it is silent for too long. The silence is counted in pings and not by the
+        clock, because a service that was suspended finds the answers waiting for it."""
         silent_seconds = 0.0
         while silent_seconds < (self._patience_seconds if self._connected else CONNECT_PATIENCE_SECONDS):
             self._heard = False
@@ -133,7 +136,8 @@ class DriverLink:
 
 
 def head_pause(failed_starts: int) -> float:
-    """The pause before a local head is started again after so many starts in a row that failed."""
+    """Return the seconds to wait before a local head is started again, after this many failed starts in a
+    row."""
     if not failed_starts:
         return 0.0
     return min(HEAD_PAUSE_SECONDS * 2.0 ** min(failed_starts - 1, 10), LONGEST_HEAD_PAUSE_SECONDS)
@@ -149,8 +153,9 @@ class DriverKeeper:
         on_message: Callable[[tuple[Any, ...]], None],
         on_end: Callable[[str, bool], bool],
     ) -> None:
-        """`term`: lineage and term; the term is 0 while another process leads. `on_end` gets why the driver
-        ended and whether the local head ended too, and returns whether a node agent had answered."""
+        """`term` returns the lineage and the term; the term is 0 while another process leads. `on_end` is
+        called with the reason why the driver ended and True if the local head ended too; it returns True if
+        a node agent had answered."""
         self.address = options.address or ""
         self._options = options
         self._term = term
@@ -172,12 +177,12 @@ class DriverKeeper:
             self._keeping = asyncio.create_task(self._keep())
 
     def send(self, *parts: Any) -> None:
-        """Send to the driver; without a driver nothing happens."""
+        """Send a message to the driver, if there is one."""
         if self._driver is not None:
             self._driver.send(*parts)
 
     async def room(self) -> None:
-        """Return when not much is on its way to the driver."""
+        """Return when the driver has read nearly all messages, or at once if there is no driver."""
         if self._driver is not None:
             await self._driver.room()
 
@@ -206,9 +211,10 @@ class DriverKeeper:
             await asyncio.sleep(max(pause, head_pause(self._failed_starts)))
 
     async def _find_head(self) -> HeadState | None:
-        """The local one; None if an address is given and answers. Raises HeadRefused, OSError.
+        """Return the local head, which is started if need be; None if an address is configured and answers.
+        Raises HeadRefused and OSError.
 
-        `close` does not cancel the search: a local head that no process knows of would stay behind.
+        `close` does not cancel the search, because a local head that no process knows of would stay behind.
         """
         if not self._options.is_local:
             await reach(self.address)
@@ -228,7 +234,8 @@ class DriverKeeper:
         return head
 
     async def _drive(self, head: HeadState | None) -> tuple[str, bool]:
-        """Return why the driver has ended, and True if the head ended and took the driver with it."""
+        """Run one driver until it ends. Returns the reason, and True if the local head ended and the driver
+        with it."""
         driver = await DriverLink.open(self._options, self.address)
         watched = None
         try:
@@ -272,14 +279,15 @@ def _start_driver(options: RayOptions, address: str, channel: socket.socket) -> 
 
 
 def _keepalive() -> dict[str, str]:
-    """The operator's own values win."""
+    """Return the environment variables for Ray's keepalive. Values that the operator has set override
+    them."""
     milliseconds = str(int(1000 * KEEPALIVE_SECONDS))
     names = ("RAY_grpc_client_keepalive_time_ms", "RAY_grpc_client_keepalive_timeout_ms")
     return dict.fromkeys(names, milliseconds)
 
 
 def _log_of(data_dir: Path, name: str) -> Path:
-    """Return the log of all drivers, which starts anew when it has grown large."""
+    """Return the path of a log that all drivers share. A log of more than LOG_BYTES is deleted first."""
     path = data_dir / name
     if path.exists() and path.stat().st_size > LOG_BYTES:
         path.unlink()

@@ -28,11 +28,12 @@ log = structlog.get_logger("gpubroker.driver")
 
 POLL_SECONDS = 20.0
 ANSWER_SECONDS = 20.0
-"""An agent is replaced if its answer comes later than this after the time that was asked for. Its runs go
-on."""
+"""An agent is replaced if its answer to a poll comes later than this after the end of the poll's timeout.
+Its runs go on."""
 ANNOUNCE_SECONDS = 60.0
-"""The time that an agent gets to start, to find what an earlier one left, and to answer. After an agent that
-was replaced for its silence, the next one gets twice as long: on a busy machine it may only be slow."""
+"""The time that an agent gets to start, to find the runs of an earlier agent, and to answer. After an agent
+was replaced for its silence, the next one gets twice as long, because on a busy machine it may only be
+slow."""
 LONGEST_ANNOUNCE_SECONDS = 960.0
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
@@ -42,20 +43,21 @@ CALLS_AT_ONCE = 4
 
 
 class ReportListener(Protocol):
-    """The way to the service."""
+    """Sends messages to the service."""
 
     async def send(self, *parts: Any) -> None: ...
 
     async def send_reports(self, packed: bytes, asked_at: float, term: int) -> None:
-        """`asked_at`: the time at which the agent was polled, in `boot_seconds`. `term`: the term of the
-        leader for which it was polled."""
+        """Send reports of an agent. `asked_at` is the time of `boot_seconds` at which the agent was polled.
+        `term` is the term of the leader for which it was polled."""
 
     async def room(self) -> None:
         """Return when there is room for more reports."""
 
 
 class NodeLink:
-    """Finds or starts the agent, announces the term, and carries orders there and reports back."""
+    """Finds or starts the agent of one node, announces the term to it, and carries orders there and reports
+    back."""
 
     def __init__(
         self,
@@ -76,10 +78,10 @@ class NodeLink:
         self._agent: Any = None
         """The agent; None while none has answered this term."""
         self._last_agent: Any = None
-        """The one of the last term in which an agent answered."""
+        """The agent of the last term in which one answered."""
         self._incarnation = ""
         self._protocol = PROTOCOL
-        """The form that the agent and this release share."""
+        """The newest protocol that both the agent and this release speak."""
         self._queue: deque[bytes] = deque()
         self._peers: Sequence[Peer] = ()
         self._calls: set[asyncio.Task[None]] = set()
@@ -90,18 +92,18 @@ class NodeLink:
         self._talking = tasks.create_task(self._talk())
 
     def send(self, packed: bytes) -> None:
-        """Send orders. They wait for an agent that is away; it knows which of them are outdated."""
+        """Send orders. While the agent is away, they wait; the agent knows which of them are outdated."""
         self._queue.append(packed)
         self._send_queued()
 
     def give_peers(self, peers: Sequence[Peer]) -> None:
-        """Have the agent try them, now or once it answers."""
+        """Have the agent try to connect to these peers, now or once it answers."""
         self._peers = peers
         if peers and self._agent is not None and self._protocol >= TRIES_PEERS:
             self.send(pack([peers_order(peers)]))
 
     async def flush(self) -> None:
-        """Return when the agent has taken everything that was sent, or does not answer."""
+        """Return when the agent has received all orders that were sent, or does not answer."""
         while self._calls:
             await asyncio.wait(set(self._calls))
 
@@ -114,7 +116,7 @@ class NodeLink:
         return self._config.node
 
     def change_term(self, lineage: int, term: int) -> None:
-        """Change the term, and drop the orders of another one."""
+        """Change the term, and drop the queued orders of the previous one."""
         self._lineage, self._term = lineage, term
         self._last_agent = self._agent or self._last_agent
         self._queue.clear()
@@ -129,7 +131,8 @@ class NodeLink:
         self._talking = self._tasks.create_task(self._talk())
 
     async def replace(self) -> None:
-        """End the agent; the next one is of the software that is installed now. The node's runs go on."""
+        """End the agent, so that the next one runs the software that is installed now. The node's runs go
+        on."""
         agent, self._agent = self._agent, None
         if agent is not None:
             await asyncio.to_thread(ray.kill, agent)
@@ -139,7 +142,8 @@ class NodeLink:
         self._talking.cancel()
 
     async def dismiss(self) -> None:
-        """Kill everything of ours on the node; nothing if this process has never led."""
+        """Have the agent end all runs and processes of this service on the node. Nothing happens if this
+        process has never led."""
         agent, self._agent = self._agent or self._last_agent, None
         self.close()
         if agent is not None:
@@ -149,7 +153,7 @@ class NodeLink:
                 log.info("the agent has left", node=self.node)
 
     async def report_dead(self) -> None:
-        """Report the node dead, as Ray says."""
+        """Report that Ray says that the node is dead."""
         if self._incarnation:
             await self._listener.send("dead", self.node, self._incarnation, self._term)
 
@@ -160,8 +164,8 @@ class NodeLink:
             await self._listener.send_reports(packed, boot_seconds(), self._term)
 
     async def _talk(self) -> None:
-        """Talk to the node's agent while there is a term: without one the agent listens to the process that
-        leads."""
+        """Talk to the node's agent again and again while this process has a term. Without one, the agent
+        listens to the process that leads."""
         while self._term:
             try:
                 await self._converse()
@@ -175,7 +179,7 @@ class NodeLink:
             self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
 
     async def _converse(self) -> None:
-        """Talk with one agent, until it is gone, hangs, or gets another announcement."""
+        """Talk to one agent until it is gone, hangs, or gets another announcement."""
         agent = await asyncio.to_thread(self._find_agent)
         try:
             if await self._is_welcome(agent):
@@ -183,7 +187,7 @@ class NodeLink:
                 await self._poll(agent)
         except ActorUnavailableError:
             if self._reported_lost:
-                # A control service that was restored may take it for alive though it ended with its node.
+                # A restored control service may take the agent for alive though it ended with its node.
                 log.error("the agent cannot be reached; replacing it", node=self.node)
                 await asyncio.to_thread(ray.kill, agent)
             raise
@@ -197,7 +201,8 @@ class NodeLink:
                 self._announce_seconds = min(2 * self._announce_seconds, LONGEST_ANNOUNCE_SECONDS)
 
     def _find_agent(self) -> Any:
-        """The agent that is there, or a new one. Blocks for as long as Ray's control service does."""
+        """Return the agent of the node; it is started if there is none. Blocks while Ray's control service
+        does not answer."""
         options = {
             "name": f"agent/{self.node}",
             "namespace": self._config.namespace,
@@ -232,7 +237,7 @@ class NodeLink:
         return bool(answer[0] == "welcome")
 
     async def _announce(self, agent: Any) -> Any:
-        """Return the agent's answer in the newest form that both sides speak."""
+        """Announce the term in the newest protocol that both sides speak, and return the agent's answer."""
         config, term = self._config.to_json(), (self._lineage, self._term)
         for protocol in reversed(SPOKEN):
             answer = await agent.announce.remote(protocol, config, self._broker, *term)
@@ -269,8 +274,8 @@ class NodeLink:
             call.add_done_callback(self._on_delivered)
 
     async def _deliver(self, agent: Any, term: tuple[int, int], packed: bytes) -> None:
-        """Deliver the orders. Those that are lost are found out: at each announcement the agent names its
-        runs."""
+        """Deliver orders. If that fails, announce the term again: the agent then lists its runs, which shows
+        the orders that were lost."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await agent.orders.remote(self._protocol, *term, packed)
@@ -285,7 +290,8 @@ class NodeLink:
 
 
 def _why(fault: Exception) -> str:
-    """The agent's own exception, if there is one; Ray's text around it is a traceback."""
+    """Return the text of a fault; of a fault in the agent, only that of the agent's own exception, because
+    Ray adds a traceback."""
     if isinstance(fault, RayTaskError):
         return repr(fault.cause)
     return str(fault) or repr(fault)

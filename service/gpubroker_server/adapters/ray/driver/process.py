@@ -1,10 +1,12 @@
-"""The Ray driver: an expendable process that talks to Ray, so that the service survives whatever Ray does.
+"""The Ray driver: an expendable process that talks to Ray, so that the service survives any fault of Ray.
 
-Started as `python -m gpubroker_server.adapters.ray.driver.process CHANNEL LOG LEVEL FORM`; the first two are
-descriptors. It reads frames of orders from the service and writes frames of reports, and opens neither. It
-ends when the service is gone or when any part of it fails; the service starts another. The runs go on.
+The program is started as `python -m gpubroker_server.adapters.ray.driver.process CHANNEL LOG LEVEL FORM`;
+CHANNEL and LOG are file descriptors. The driver reads frames of orders from the service and writes frames of
+reports; it passes on the contents of both unread. It ends when the service is gone or when any part of it
+fails; the service then starts another one. The runs go on.
 
-Its own lines go to LOG. What Ray prints goes to standard output and error, which are another file.
+The driver's own log lines go to LOG. The lines that Ray prints go to standard output and standard error,
+which are another file.
 """
 
 import asyncio
@@ -30,7 +32,7 @@ from gpubroker_server.telemetry.logs import configure_logs
 log = structlog.get_logger("gpubroker.driver")
 
 CONNECT_SECONDS = 60.0
-"""The time limit for connecting. Ray itself would try for minutes."""
+"""The time limit for connecting to Ray. Ray itself would try for minutes."""
 JOINED_HEAD = (
     "it must be a Ray head; one with a token needs ray.token_file, and one with TLS the certificates of "
     "ray.tls (or RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH and RAY_USE_TLS in this service's environment)"
@@ -44,39 +46,41 @@ WITHOUT_HEAD = (
     "(RAY_gcs_rpc_server_reconnect_timeout_s) Ray ends its nodes with all that runs there"
 )
 LOOK_SECONDS = 0.25
-"""The time between two questions to Ray for its nodes; each takes half a millisecond where they are few."""
+"""The shortest time between two questions to Ray for its nodes. In a small cluster a question takes half a
+millisecond."""
 LOOK_SHARE = 0.01
-"""The most of one core that these questions take: in a large cluster they are rarer."""
+"""The largest share of one core that questions for Ray's nodes take. They are rarer in a large cluster."""
 LONGEST_LOOK_SECONDS = 1.0
-"""The longest time between two such questions, however large the cluster is."""
+"""The longest time between two questions to Ray for its nodes, however large the cluster is."""
 TELL_SECONDS = 5.0
-"""The time between two messages that tell the service which nodes Ray has."""
+"""The longest time between two messages to the service with the names of Ray's nodes."""
 TRY_SECONDS = 30.0
-"""The time between two rounds in which nodes try other nodes' ports. They also try when they join."""
+"""The time between two rounds in which nodes try to connect to other nodes' ports. A node that joins tries at
+once."""
 LOOK_PATIENCE_SECONDS = 3.0
-"""A control service of Ray that is silent for longer is reported; agents can be talked to without it."""
+"""The silence of Ray's control service after which it is reported. Agents can be reached without it."""
 UNTAKEN_BYTES = 32 * 2**20
-"""No agent is polled while the service has more than this to take."""
+"""The bytes of untaken reports beyond which no agent is polled."""
 
 
 class Opening(NamedTuple):
-    """The first frame."""
+    """The first frame, which the service sends to its driver."""
 
     address: str
     """The address to connect to."""
     local_node: str
-    """Name of the only node of a local head; empty for a joined cluster."""
+    """The name of the only node of a local head; empty for a joined cluster."""
     agent_config: str
     broker: str
     lineage: int
     term: int
     """The term; 0 while another process leads."""
     result_limit_bytes: int
-    """The largest result of a worker's method."""
+    """The most bytes of the result of a worker's method."""
 
 
 class CannotConnect(Exception):
-    """The driver cannot connect to Ray; the text says where and why."""
+    """The driver cannot connect to Ray. The message says where and why."""
 
 
 def main() -> None:
@@ -111,7 +115,7 @@ def _texts(faults: BaseExceptionGroup[BaseException]) -> list[str]:
 
 
 class Driver:
-    """Implements `node_link.ReportListener`."""
+    """Follows Ray's nodes and keeps one NodeLink for each. Implements `node_link.ReportListener`."""
 
     def __init__(self, opening: Opening, writer: asyncio.StreamWriter, tasks: asyncio.TaskGroup) -> None:
         self._opening = opening
@@ -121,20 +125,20 @@ class Driver:
         self._calls = ActorCalls(opening.agent_config, opening.result_limit_bytes)
         self._answering = asyncio.Lock()
         self._links: dict[str, NodeLink] = {}
-        """Node name -> link."""
+        """The link of each node, by the node's name."""
         self._left_out: set[str] = set()
-        """Ray nodes whose name is of no use, of which that was logged."""
+        """The Ray nodes that are left out because of their name, and for which that was logged."""
         self._bundles: list[dict[str, float]] = []
-        """The bundles that Ray's autoscaler is to have room for."""
+        """The bundles for which Ray's autoscaler should have room."""
         self._bundles_changed = asyncio.Event()
         self._are_asked_for = asyncio.Event()
-        """Ray has been told of the newest ones, or cannot be."""
+        """Set once Ray has been asked for room for the newest bundles, or asking it has failed."""
         self._untaken_bytes = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
 
     async def follow_nodes(self) -> None:
-        """Connect, then keep one link per node that is alive. Raises CannotConnect."""
+        """Connect to Ray, then keep one link for each node that is alive. Raises CannotConnect."""
         address = self._opening.address
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
@@ -204,8 +208,8 @@ class Driver:
         await self._has_room.wait()
 
     def _pass_on(self, link: NodeLink, packed: bytes, until: float) -> None:
-        """Pass on orders. Those that come after the term are dropped; the next announcement shows what became
-        of them."""
+        """Pass on orders to a node. Orders that come after the end of the term are dropped; at the next
+        announcement the agent lists its runs, which shows that they did not arrive."""
         if boot_seconds() < until:
             link.send(packed)
         else:
@@ -220,7 +224,8 @@ class Driver:
             self._has_room.set()
 
     async def _request_resources(self) -> None:
-        """Pass the newest request on to Ray: those that come while Ray does not answer are superseded."""
+        """Pass on the newest bundles to Ray, until cancelled. Bundles that come while Ray does not answer
+        replace each other."""
         while True:
             await self._bundles_changed.wait()
             self._bundles_changed.clear()
@@ -238,7 +243,7 @@ class Driver:
 
     async def _call(self, number: int, *call: Any) -> None:
         answer = await self._calls.call(*call)
-        async with self._answering:  # the service takes it at once, and a report waits behind one at most
+        async with self._answering:  # so that a report waits behind one answer at most
             await self.send("answer", number, answer)
 
     async def _flush(self) -> None:
@@ -246,7 +251,7 @@ class Driver:
         await self.send("flushed")
 
     async def _leave(self, dismisses: bool) -> None:
-        if self._bundles:  # Ray would keep nodes for them for ever; another leader asks again at once
+        if self._bundles:  # Ray would keep nodes for them for ever; the next leader asks again at once
             self._change_bundles([])
             await self._are_asked_for.wait()
         if dismisses:
@@ -254,8 +259,8 @@ class Driver:
         await self.send("left")
 
     async def _nodes(self) -> list[dict[str, Any]]:
-        """Return Ray's nodes. Wait for Ray's control service as long as Ray does, and report it if it does
-        not answer."""
+        """Return Ray's nodes. This waits for Ray's control service as long as Ray does, and reports its
+        silence to the service."""
         asking = asyncio.ensure_future(asyncio.to_thread(ray.nodes))
         if not (await asyncio.wait({asking}, timeout=LOOK_PATIENCE_SECONDS))[0]:
             log.warning("Ray's head does not answer", fault=self._opening.address)
@@ -275,7 +280,7 @@ class Driver:
                 link.close()
                 if link.ray_node in known:
                     await link.report_dead()
-                else:  # a control service that was restarted does not know it
+                else:  # a control service that was restarted does not know the node
                     await link.report_lost("Ray does not know the node any more")
         linked = {link.ray_node for link in self._links.values()}
         for ray_node, node in sorted(alive.items()):
@@ -283,7 +288,7 @@ class Driver:
                 self._link(ray_node, node)
 
     def _give_peers(self, nodes: list[dict[str, Any]], turn: int, *, to_all: bool) -> None:
-        """Give the links their peers; unless `to_all`, only the links that have none yet."""
+        """Choose the peers that each node tries. Unless `to_all`, only nodes that have none yet get peers."""
         if not to_all and all(link.has_peers for link in self._links.values()):
             return
         about = {node["NodeID"]: node for node in nodes}
@@ -297,7 +302,7 @@ class Driver:
         local = self._opening.local_node
         name = local or _name_of(node)
         fault = ""
-        if "/" in name:  # it parts the keys of devices
+        if "/" in name:  # a slash separates the parts of a device's key
             fault = "a node's name has a slash and it is left out; start it with a --node-name without one"
         elif name in self._links:
             fault = "two nodes have one name; start one with a --node-name of its own"
@@ -313,7 +318,7 @@ class Driver:
 
 
 def _connect(address: str) -> None:
-    """Connect to Ray in a thread: on the main thread Ray would install its own signal handlers."""
+    """Connect to Ray. Call this in a thread: on the main thread Ray would install its own signal handlers."""
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
 
@@ -324,7 +329,8 @@ def _request_resources(bundles: list[dict[str, float]]) -> None:
 
 
 def _takes_runs(node: dict[str, Any]) -> bool:
-    """A broker's own node, through which it talks to Ray, has no CPUs: `ray start --num-cpus=0`."""
+    """Return True if a node has CPUs. The node through which a broker talks to Ray has none (`ray start
+    --num-cpus=0`)."""
     return float(node["Resources"].get("CPU", 0.0)) > 0.0
 
 
@@ -334,7 +340,7 @@ def _peer(name: str, node: dict[str, Any]) -> Peer:
 
 
 def _name_of(node: dict[str, Any]) -> str:
-    """The name that the operator gave by `ray start --node-name`, or the host name."""
+    """Return the name that the operator gave by `ray start --node-name`, or the host name."""
     named = str(node["NodeName"])
     return str(node["NodeManagerHostname"]) if named == node["NodeManagerAddress"] else named
 

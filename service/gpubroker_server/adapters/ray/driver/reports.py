@@ -1,4 +1,5 @@
-"""Reports from bytes to values. A process with user code may have written anything, so all is checked."""
+"""Turns the bytes of reports into values. A process with user code may have written anything, so all is
+checked."""
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
@@ -42,14 +43,14 @@ from gpubroker_server.ports.task_objects import ObjectPart, ObjectQuestion, Obje
 log = structlog.get_logger("gpubroker.ray")
 
 MALFORMED = "malformed_report"
-"""The kind of failure if the process of a run wrote something that is no report."""
+"""The kind of the failure of a run whose process wrote something that is no report."""
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-"""A database column of four bytes."""
+"""An integer that fits into a database column of four bytes."""
 Position = Annotated[int, Meta(ge=0, le=2**62)]
 """The offset of a byte in a log or an object."""
 Name = Annotated[str, Meta(max_length=2048, pattern=r"^[^\x00]*\Z")]
-"""A column or a key. PostgreSQL takes no NUL there."""
+"""A text that fits into a column or a key. PostgreSQL accepts no NUL there."""
 Text = Annotated[str, Meta(max_length=128 * 1024)]
 Time = Annotated[float, Meta(ge=0.0)]
 Number = Annotated[float, Meta(ge=0.0, le=1e6)]
@@ -59,7 +60,7 @@ LogTail = Annotated[bytes, Meta(max_length=1024 * 1024)]
 
 
 class MalformedReport(ValueError):
-    """The text says which part of a report cannot be read."""
+    """A report cannot be read. The message says which part of it."""
 
 
 class AgentReports(NamedTuple):
@@ -69,28 +70,28 @@ class AgentReports(NamedTuple):
     protocol: int
     reports: list[Report | ObjectQuestion]
     ahead_seconds: float
-    """The seconds by which the node's clock is ahead of the reader's; never too little, and too much by at
-    most the time that the message and the question before it took."""
+    """The seconds by which the node's clock is ahead of the reader's. The value is never too small, and too
+    large by at most the time that the message and its question were on the way."""
 
 
 class ReportReader:
-    """Reads what agents report, and moves its times from the node's clock to the reader's."""
+    """Reads the messages of agents, and converts their times from the node's clock to the reader's."""
 
     def __init__(self, cluster: str, now: Callable[[], float]) -> None:
         self._cluster = cluster
         self._now = now
 
     def read(self, data: bytes, asked_seconds_ago: float) -> AgentReports:
-        """Read a message of an agent. Raises ValueError for a form that is not spoken here. The message is as
-        old as its way here: the time since the question that it answers, less the time for which the question
-        waited at the agent."""
+        """Read a message of an agent. Raises ValueError for a protocol that this release does not read. The
+        age of the message is taken to be the time since the question that it answers, less the time for
+        which the question waited at the agent."""
         protocol, node, sent_at, held_seconds, reports = _MESSAGE.decode(data)
         if protocol not in SPOKEN:
             raise ValueError(f"reports of node {node} have form {protocol}, this service reads {SPOKEN}")
         arrived_at = self._now() - max(0.0, asked_seconds_ago - held_seconds)
         source = Source(self._cluster, NodeName(node), sent_at, arrived_at)
-        read = [read for report in reports if (read := _read(source, report)) is not None]
-        return AgentReports(source.node, protocol, read, sent_at - arrived_at)
+        values = [value for report in reports if (value := _read(source, report)) is not None]
+        return AgentReports(source.node, protocol, values, sent_at - arrived_at)
 
 
 class Source(NamedTuple):
@@ -111,7 +112,7 @@ Sample = tuple[Name, Count, Count | None, dict[Name, Count], Number | None]
 
 
 class Form(Struct, array_like=True, forbid_unknown_fields=True):
-    """A report as it is written: its kind, then these fields in their order."""
+    """A report as an agent writes it: its kind, then these fields in their order."""
 
 
 class HealthForm(Struct, array_like=True, forbid_unknown_fields=True):
@@ -154,7 +155,7 @@ class NodeForm(Struct):
 
 
 class NodeSeenForm(NodeReportForm, tag="node_seen"):
-    """A NodeReport, whose node is written with what the report says besides."""
+    """A NodeReport. The fields of its node and some of the report itself are written as one NodeForm."""
 
     node: NodeForm
     devices: tuple[tuple[Name, Name, Count, Count, bool, Name, bool], ...]
@@ -163,7 +164,8 @@ class NodeSeenForm(NodeReportForm, tag="node_seen"):
 
 
 def _held(_source: Source, ranges: tuple[ItemRange, ...]) -> tuple[ItemRange, ...]:
-    """Check the ranges: the leader looks at each of these items."""
+    """Return the ranges after checking them. Their number of items is bounded, because the leader examines
+    each."""
     last = count = 0
     for first, end in ranges:
         if not last <= first < end:
@@ -218,23 +220,25 @@ _MADE: Mapping[str, Callable[[Source, Any], Any]] = {
     "store": lambda _source, store: None if store is None else device.StoreSample(*store),
     "gpus": lambda _source, gpus: {uuid: device.GpuHealth(*astuple(it)) for uuid, it in gpus.items()},
 }
-"""Field of a form -> how the value that has it in another form gives it."""
+"""For each field whose type differs between a form and its value, the function that converts the field."""
 
 
 class FormReading(NamedTuple):
-    """Describes how a form becomes the value that has its fields."""
+    """Describes how a form is converted into a value."""
 
     kind: Callable[..., Any]
     values: Callable[[Any], Any]
-    """The fields of a form, in the order of the value's."""
+    """Returns the fields of a form in the order in which the value takes them."""
     at: int
-    """The place of the time among them."""
+    """The index of the time among these fields."""
     made: tuple[tuple[int, Callable[[Source, Any], Any]], ...]
+    """The indexes of the fields that are converted, each with the function that converts it."""
     samples: int | None
+    """The index of the samples; None if the form has none."""
 
 
 READINGS: dict[type[Struct], FormReading] = {}
-"""The readings of all forms but NodeSeenForm, which says parts of two values."""
+"""The readings of all forms but NodeSeenForm, which contains the fields of two values."""
 
 
 def _getter(names: list[str]) -> Callable[[Any], Any]:
@@ -243,13 +247,13 @@ def _getter(names: list[str]) -> Callable[[Any], Any]:
 
 
 def _form(base: type[Form], tag: str, kind: type[Struct], **limits: Any) -> None:
-    """Add the form of a value: its fields in the order written, and what each may be. A pair is a type and
-    the default of a field that some agents leave out."""
+    """Add a form to READINGS. `limits` maps the fields, in the order in which they are written, to their
+    types; a pair is the type and the default of a field that some agents leave out."""
     added = [(name, *limit) if type(limit) is tuple else (name, limit) for name, limit in limits.items()]
     form = defstruct(tag, added, bases=(base,), tag=tag, array_like=True, forbid_unknown_fields=True)
     names = [name for name in kind.__struct_fields__ if name in form.__struct_fields__]
-    given = kind.__struct_fields__[base is NodeReportForm :][: len(names)]
-    assert tuple(names) == given, f"{tag} does not have the first fields of {kind}"
+    first_fields = kind.__struct_fields__[base is NodeReportForm :][: len(names)]
+    assert tuple(names) == first_fields, f"{tag} does not have the first fields of {kind}"
     made = tuple((names.index(name), make) for name, make in _MADE.items() if name in names)
     samples = names.index("samples") if "samples" in names else None
     READINGS[form] = FormReading(kind, _getter(names), names.index("at"), made, samples)
@@ -262,9 +266,9 @@ Item = tuple[Count, Number, Count, Data, FailureParts]
 """(number, seconds, tries, result, failure)"""
 Samples = tuple[Sample, ...]
 Disk = tuple[Name, Position, Position]
-"""(path, bytes in total, free ones)"""
+"""(path, total bytes, free bytes)"""
 Store = tuple[Count, Count | None]
-"""(MiB in total, spilled)"""
+"""(total MiB, spilled MiB)"""
 Reason = tuple[Name, Count]
 Range = tuple[Count, Count]
 
@@ -314,11 +318,12 @@ _REPORT: msgspec.msgpack.Decoder[Form] = msgspec.msgpack.Decoder(Union[NodeSeenF
 _BY_USER_CODE = frozenset(
     {"started", "ready", "progressed", "loaded", "checkpointed", "items", "part", "ended"}
 )
-"""Kinds that are written where user code runs."""
+"""The kinds of reports that are written in processes with user code."""
 
 
 def _read(source: Source, packed: msgspec.Raw) -> Report | ObjectQuestion | None:
-    """Read one report. If it cannot be read, the run that wrote it has failed; one of a node is dropped."""
+    """Return one report as a value. A report of a run that cannot be read becomes the failure of that run; a
+    report of a node that cannot be read is dropped, and None is returned."""
     try:
         form = _REPORT.decode(packed)
         if isinstance(form, NodeSeenForm):
@@ -337,13 +342,13 @@ def _read(source: Source, packed: msgspec.Raw) -> Report | ObjectQuestion | None
 
 def _value(source: Source, form: Form) -> Any:
     kind, values, place, made, samples = READINGS[type(form)]
-    found = list(values(form))
-    at = found[place] = source.instant(found[place])
-    for field, make in made:
-        found[field] = make(source, found[field])
+    fields = list(values(form))
+    at = fields[place] = source.instant(fields[place])
+    for index, make in made:
+        fields[index] = make(source, fields[index])
     if samples is not None:
-        found[samples] = _samples(source, found[samples], at)
-    return kind(*found) if isinstance(form, RunForm) else kind(source.node, *found)
+        fields[samples] = _samples(source, fields[samples], at)
+    return kind(*fields) if isinstance(form, RunForm) else kind(source.node, *fields)
 
 
 def _checked(report: Report | ObjectQuestion) -> Report | ObjectQuestion:
@@ -353,7 +358,8 @@ def _checked(report: Report | ObjectQuestion) -> Report | ObjectQuestion:
         case Ended(ending=Ending.SUCCEEDED, result=None):
             raise MalformedReport("a run that succeeded has a result")
         case Ended(is_unproven=True, result=result) if result != ENDED_WELL:
-            return replace(report, is_unproven=False)  # an agent before TELLS_UNPROVEN_ENDS says it of no end
+            # An agent before TELLS_UNPROVEN_ENDS leaves the field out.
+            return replace(report, is_unproven=False)
     return report
 
 

@@ -1,4 +1,4 @@
-"""Implements `ports.WorkerCalls` on Ray: calls go through a driver process, several at once."""
+"""Implements `ports.WorkerCalls` on Ray. Calls go through a driver process, several at once."""
 
 import asyncio
 import math
@@ -28,11 +28,11 @@ NO_ROOM = "too much was on its way to this gateway's Ray driver"
 
 
 class RayWorkerCalls:
-    """The service's side of calls, over a driver that may be lost and replaced."""
+    """Makes calls through a driver that may be lost and replaced."""
 
     def __init__(self, send: Callable[..., None], room: Callable[[], Awaitable[None]]) -> None:
-        """`send`: sends to the driver, once there is one. `room`: returns when not much is on its way to the
-        driver."""
+        """`send` sends a message to the driver, if there is one. `room` returns when the driver has read
+        nearly all messages."""
         self._send = send
         self._room = room
         self._sending = asyncio.Lock()
@@ -42,7 +42,7 @@ class RayWorkerCalls:
 
     async def call(self, run: WorkerRun, call: WorkerCall, seconds: Seconds) -> CallAnswer:
         until = monotonic() + seconds
-        async with self._sending:  # an order waits behind one call at most
+        async with self._sending:  # so that an order waits behind one call at most
             await self._room()
         if not self.is_connected:
             return NotBegun(NO_DRIVER)
@@ -52,14 +52,14 @@ class RayWorkerCalls:
         answered = self._open[number] = asyncio.get_running_loop().create_future()
         self._send("call", number, run.node, run.task, run.fence, left, pack(call))
         form = call.form
-        del call  # its arguments, which are no longer of use
+        del call  # this frees the memory of its arguments
         try:
             return answer_of(await answered, form)
         finally:
             self._open.pop(number, None)
 
     def on_answer(self, number: int, packed: bytes) -> None:
-        """Answer the request that waits for the call, if one still does."""
+        """Hand the answer to the request that waits for the call, if one still does."""
         answered = self._open.get(number)
         if answered is not None and not answered.done():
             answered.set_result(packed)
@@ -71,7 +71,8 @@ class RayWorkerCalls:
 
 
 def answer_of(packed: bytes, form: str) -> CallAnswer:
-    """A process with user code may have written anything."""
+    """Return the answer of a call as a value. The bytes are checked, because a process with user code may
+    have written anything."""
     try:
         answer = unpack(packed)
     except Exception:
@@ -90,7 +91,8 @@ def answer_of(packed: bytes, form: str) -> CallAnswer:
 
 
 def _is_in(form: str, result: bytes) -> bool:
-    """Return True if a result may stand in an answer unchanged: a pickle is opened by the caller alone."""
+    """Return True if the bytes of a result are of this form. A pickle is not checked, because only the
+    caller opens it."""
     if form != "json":
         return True
     try:
@@ -101,7 +103,8 @@ def _is_in(form: str, result: bytes) -> bool:
 
 
 class CallingDriver:
-    """A driver process of a gateway that leads nothing: it only carries calls. Started by the first one."""
+    """The driver process of a gateway that never leads. It only carries calls, and is started by the first
+    one."""
 
     def __init__(self, options: RayOptions) -> None:
         self._keeper = DriverKeeper(options, lambda: (0, 0), self._on_message, self._on_end)

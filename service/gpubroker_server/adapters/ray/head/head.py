@@ -1,4 +1,5 @@
-"""The Ray head that a broker uses: a local one, found again after a restart, or one that others run."""
+"""The Ray head that a broker uses: a local one, which is found again after a restart, or that of a joined
+cluster."""
 
 import asyncio
 import contextlib
@@ -36,12 +37,12 @@ from gpubroker_server.adapters.ray.processes import (
     session_of,
 )
 
-# The supervisor, which is there as long as its head, would take 7 MiB for structlog.
+# The supervisor lives as long as its head, and structlog would take 7 MiB of its memory.
 log = logging.getLogger("gpubroker.ray")
 
 START_SECONDS = 180.0
-"""The longest time that a head may take to start; on a busy machine it needs more than a minute. It is given
-up at once if a vital process ends."""
+"""The time limit for the start of a head, which takes more than a minute on a busy machine. The start is
+given up at once if a vital process ends."""
 STOP_SECONDS = 15.0
 REACH_SECONDS = 5.0
 POLL_SECONDS = 0.02
@@ -51,13 +52,13 @@ READY = b"1"
 """The byte that the supervisor sends when Ray is up; other bytes are the reason why Ray is not up."""
 
 HEAD_LOST = "the local Ray head lost"
-"""The beginning of the supervisor's line in ray-head.log when a process without which there is no Ray has
-ended."""
+"""The beginning of the supervisor's line in ray-head.log after a vital process of Ray has ended."""
 
 HEAD_ENDED = "the local Ray head ended"
 
 LEAVE_SECONDS = 120.0
-"""A head that has lost a vital process ends after so long, whatever its agent says; runs get less."""
+"""The time after which a head that has lost a vital process ends, even if its agent still has runs. The
+grace period of the runs is shorter."""
 
 LOG = "ray-head.log"
 
@@ -71,10 +72,10 @@ EVERYWHERE: Final = {
     # Ray ends a driver that has not heard from its control service for this time.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
 }
-"""The environment of each process of Ray, and of each that talks to it."""
+"""Environment variables for each process of Ray, and for each process that talks to Ray."""
 
 _PATIENT: Final = {
-    # No run is in a worker that Ray starts ahead; of those there would be one for each CPU.
+    # Runs do not use workers that Ray starts ahead; Ray would start one for each CPU.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
     # On a busy machine a process needs minutes to load its modules.
@@ -86,11 +87,12 @@ _PATIENT: Final = {
 """Environment variables for the processes of a Ray that this software starts."""
 
 ON_LOOPBACK: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Keeps Ray on 127.0.0.1: without it Ray puts the machine's outward address in its place."""
+"""Environment variables that keep Ray on 127.0.0.1. Without them Ray uses the machine's outward address
+instead."""
 
 
 class HeadRefused(Exception):
-    """There is no head to use; the text says why and what to do."""
+    """There is no head to use. The message says why and what to do."""
 
 
 class HeadNotStarted(HeadRefused):
@@ -98,7 +100,8 @@ class HeadNotStarted(HeadRefused):
 
 
 class HeadState(Struct, frozen=True):
-    """`<data_dir>/ray-head.json`: written by the head's supervisor when it begins and when Ray is up."""
+    """The contents of `<data_dir>/ray-head.json`. The head's supervisor writes it when it begins and when
+    Ray is up."""
 
     pid: int
     start_ticks: int
@@ -106,7 +109,7 @@ class HeadState(Struct, frozen=True):
     address: str
     """The address of Ray; empty until Ray is up."""
     temp_dir: str
-    """The directory of Ray's session, of mode 0700, whatever modes Ray gives to the files in it."""
+    """The directory of Ray's session. Its mode is 0700, whatever modes Ray gives to the files in it."""
     ray: str
     python: str
     dashboard: str = ""
@@ -123,7 +126,8 @@ class HeadState(Struct, frozen=True):
 
     @property
     def lost_file(self) -> Path:
-        """The file that names the vital process which has ended: the agent has its runs leave, and ends."""
+        """The file that names a vital process that has ended. When the file appears, the agent stops its
+        runs and ends."""
         return lost_file(self.keepalive)
 
     @property
@@ -167,8 +171,8 @@ def versions() -> tuple[str, str]:
 
 
 async def reach(address: str) -> None:
-    """Connect once to the address. Raises HeadRefused if nothing answers there: Ray itself would say so only
-    after minutes."""
+    """Connect once to the address. Raises HeadRefused if nothing answers there, which Ray itself would
+    report only after minutes."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(REACH_SECONDS):
@@ -183,7 +187,7 @@ async def reach(address: str) -> None:
 
 
 def advice(fault: Exception, options: RayOptions) -> str:
-    """Return the sentence about what to do if there is no head."""
+    """Return a message that says why there is no head and what to do."""
     if not isinstance(fault, OSError) or fault.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return str(fault)
     return (
@@ -193,23 +197,23 @@ def advice(fault: Exception, options: RayOptions) -> str:
 
 
 async def running_head(options: RayOptions, *, chooses_ports: bool = False) -> HeadState:
-    """The head of this data directory: the one that runs, or a new one. Raises HeadRefused, OSError.
-    `chooses_ports`: as in `NodeToStart`."""
+    """Return the head of this data directory, which is started if none runs. `chooses_ports` is that of
+    `NodeToStart`. Raises HeadRefused and OSError."""
     _check_access(options.data_dir)
     async with _head_lock(options.data_dir):
-        known = read_state(options.data_dir)
-        if known is not None and known.is_running() and known.address:
-            _check_versions(known)
-            return known
-        if known is not None:
-            await asyncio.to_thread(_clear_away, options.data_dir, known)
+        state = read_state(options.data_dir)
+        if state is not None and state.is_running() and state.address:
+            _check_versions(state)
+            return state
+        if state is not None:
+            await asyncio.to_thread(_clear_away, options.data_dir, state)
         return await _start(options, chooses_ports)
 
 
 @asynccontextmanager
 async def _head_lock(data_dir: Path) -> AsyncIterator[None]:
-    """Hold the lock of the head: of several brokers with one data directory the first one starts the head,
-    and the others find it."""
+    """Hold the lock of the head. The first of several brokers with one data directory starts the head, and
+    the others find it."""
     lock = os.open(data_dir / "ray-head.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
@@ -219,8 +223,8 @@ async def _head_lock(data_dir: Path) -> AsyncIterator[None]:
 
 
 async def stop_head(data_dir: Path) -> Sequence[ProcessId]:
-    """Stop the head and kill what is left of it. Returns the processes that are there all the same. Nothing
-    happens if no head runs."""
+    """Stop the head, and kill the processes that are left of it. Returns those that could not be killed.
+    Does nothing if no head runs."""
     state = read_state(data_dir)
     if state is None:
         return ()
@@ -233,7 +237,8 @@ async def stop_head(data_dir: Path) -> Sequence[ProcessId]:
 
 
 def why_ended(data_dir: Path) -> str:
-    """Return the last words of the supervisor of a head that has ended, if it said why."""
+    """Return the supervisor's line about the reason why its head has ended, or HEAD_ENDED if there is
+    none."""
     with contextlib.suppress(OSError):
         for line in reversed((data_dir / LOG).read_text(errors="replace").splitlines()):
             if line.startswith(HEAD_LOST):
@@ -242,12 +247,12 @@ def why_ended(data_dir: Path) -> str:
 
 
 def ray_environment(options: RayOptions) -> dict[str, str]:
-    """Return the variables of every process that talks to Ray. The operator of a joined cluster chooses how
-    it knows us: where the settings don't say it, this process's own environment does."""
+    """Return the environment variables for every process that talks to Ray. The credentials for a joined
+    cluster come from the settings, or else from this process's own environment."""
     environment = dict(EVERYWHERE)
     if options.is_local:
         environment |= token_environment(options.data_dir) | {
-            # Ray's workers would end at once when their raylet does, and the runs in them could save nothing.
+            # Otherwise Ray's workers end together with their raylet, and the runs in them can save nothing.
             "RAY_raylet_death_check_interval_milliseconds": str(int(1000 * LEAVE_SECONDS)),
         }
         return environment
@@ -266,28 +271,28 @@ def ray_environment(options: RayOptions) -> dict[str, str]:
 
 
 def token_environment(data_dir: Path) -> dict[str, str]:
-    """Return the variables of the processes of a Ray that this software starts; its token is in the data
-    directory."""
+    """Return the environment variables for the processes of a Ray that this software starts. Its token is in
+    the data directory."""
     return {
         **EVERYWHERE,
         **ON_LOOPBACK,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file(data_dir)),
-        # Ray would lower the priority of all its workers, the node agent's too; runs do that themselves.
+        # Otherwise Ray lowers the CPU priority of all its workers, also the node agent; runs lower their own.
         "RAY_worker_niceness": "0",
         **_PATIENT,
     }
 
 
 def _is_on_loopback_alone(address: str) -> bool:
-    """Return True if the head cannot be reached at this machine's outward address, which Ray would use
-    instead."""
+    """Return True if the head has a loopback address and cannot be reached at this machine's outward
+    address, which Ray would use instead."""
     host, _, port = address.rpartition(":")
     if host not in ("127.0.0.1", "localhost"):
         return False
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, socket.socket() as trying:
         try:
-            asking.connect(("192.0.2.1", 1))  # sends nothing; tells the address of the way out
+            asking.connect(("192.0.2.1", 1))  # this sends nothing, but selects the outward address
             trying.settimeout(REACH_SECONDS)
             trying.connect((asking.getsockname()[0], int(port)))
         except OSError:
@@ -296,7 +301,8 @@ def _is_on_loopback_alone(address: str) -> bool:
 
 
 def token_file(data_dir: Path) -> Path:
-    """A secret of this data directory, mode 0600, made when it is first needed."""
+    """Return the file with the token of this data directory. It has mode 0600, and is made by the first
+    call."""
     path = data_dir / "ray-token"
     if not path.exists():
         draft = path.with_suffix(".new")
@@ -333,7 +339,7 @@ async def _start(options: RayOptions, chooses_ports: bool) -> HeadState:
 
 
 def _run_supervisor(options: RayOptions, log_file: Path, chooses_ports: bool) -> bytes:
-    """Start it in the background and wait for what it says; empty if it says nothing in time."""
+    """Start the supervisor in the background, and return its answer; empty if it does not answer in time."""
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb", 0) as ready, os.fdopen(writing, "wb", 0) as supervisor_end:
         orders = {
@@ -373,8 +379,8 @@ def _check_versions(state: HeadState) -> None:
 
 
 def _clear_away(data_dir: Path, state: HeadState) -> Sequence[ProcessId]:
-    """Kill what is left of a head that was killed or never came up, and remove its directory. Returns what
-    is there after STOP_SECONDS; then its file stays, so that it is found again."""
+    """Kill the processes that are left of a head, and remove its directory. Returns the processes that are
+    left after STOP_SECONDS; if there are any, the state file stays, so that they are found again."""
     deadline = time.monotonic() + STOP_SECONDS
     left: list[ProcessId] = []
     while (left := _processes_of(state)) and time.monotonic() < deadline:
@@ -388,7 +394,7 @@ def _clear_away(data_dir: Path, state: HeadState) -> Sequence[ProcessId]:
 
 
 def _processes_of(state: HeadState) -> list[ProcessId]:
-    """Return the processes of the head: they are in a session of their own, which no other process joins."""
+    """Return the processes of the head. They have a session of their own, which no other process joins."""
     if state.boot_id != boot_id():
         return []
     return [

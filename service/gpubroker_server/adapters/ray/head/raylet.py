@@ -1,4 +1,4 @@
-"""The Ray node that somebody started on this machine, seen without importing Ray."""
+"""Finds the Ray node that somebody started on this machine, without importing Ray."""
 
 import os
 import socket
@@ -15,8 +15,8 @@ def raylet_socket() -> Path:
 
 
 def raylet_fault() -> str:
-    """Return why the raylet takes no connection; empty if it does. A raylet ends when it has lost its
-    head."""
+    """Return the reason why the raylet accepts no connection; empty if it does. A raylet ends when it has
+    lost its head."""
     try:
         with socket.socket(socket.AF_UNIX) as asked:
             asked.settimeout(ANSWER_SECONDS)

@@ -1,4 +1,4 @@
-"""Start Ray's processes of a node on 127.0.0.1. The only module that uses private parts of Ray.
+"""Starts Ray's processes of a node on 127.0.0.1. This is the only module that uses private parts of Ray.
 
 tests/architecture/test_private_imports.py pins the release of Ray and says what would replace them.
 """
@@ -23,14 +23,15 @@ _AGENT_PORTS = (
     "dashboard_agent_listen_port",
     "runtime_env_agent_port",
 )
-"""Names of parameters, and of the files in which agents tell their raylet which port they have."""
-
+"""The names of the parameters for the agents' ports, and of the files in which the agents write their ports
+for the raylet."""
 
 _OWN_RANGE = 20_000, 32_000
 
 
 class ToldNode(Node):
-    """A node whose raylet finds the ports of its agents written down, if they were chosen."""
+    """A node that writes the files with its agents' ports before its raylet starts, if these ports were
+    chosen."""
 
     def start_raylet(self, *arguments: Any, **named: Any) -> Any:
         for name in _AGENT_PORTS:
@@ -42,22 +43,23 @@ class ToldNode(Node):
 
 
 class HeadWithoutDashboard(ToldNode):
-    """`Node` starts a server of the dashboard even with `include_dashboard=False`, and waits for it."""
+    """A head that does not start the dashboard's server. `Node` starts it and waits for it even with
+    `include_dashboard=False`."""
 
     def start_api_server(self, **_: Any) -> None:
         """Do nothing: no run needs the dashboard."""
 
 
 def start_node(node: NodeToStart) -> tuple[str, str]:
-    """Start a node and return when it is up, with the `host:port` of the head and of its dashboard, empty
-    without one. Its processes outlive this one.
+    """Start a node. Returns, once it is up, the `host:port` of the head and that of its dashboard, which is
+    empty if there is none. The node's processes outlive this one.
 
-    `ray start` would do the same, but it imports Ray Serve (1.5 s of CPU), starts the dashboard, opens a
-    Ray Client server on port 10001 where grpc is installed, and refuses to join a head on 127.0.0.1.
+    `ray start` would do this too, but it imports Ray Serve (1.5 s of CPU), starts the dashboard, opens a Ray
+    Client server on port 10001 where grpc is installed, and refuses to join a head on 127.0.0.1.
 
-    Port 0, here for everything that listens, is the kernel's choice at the moment of binding, so no port that
-    is in use is ever chosen, and no two nodes collide. Ports that are chosen for the agents may be taken
-    before they bind them: then the start fails, and the next one chooses others.
+    Port 0 lets the kernel choose a port at the moment of binding, so that a port in use is never chosen and
+    two nodes never collide. A port that is chosen here for an agent may be taken before the agent binds it:
+    then the start fails, and the next start chooses other ports.
     """
     ports = _free_ports() if node.chooses_ports else repeat(0)
     params = RayParams(
@@ -91,7 +93,7 @@ def start_node(node: NodeToStart) -> tuple[str, str]:
 
 
 def _free_ports() -> Iterator[int]:
-    """Yield ports on which nothing listens, below those that the kernel gives to connections by itself."""
+    """Yield ports on which nothing listens. They are below the range from which the kernel assigns ports."""
     while True:
         port = random.randrange(*_OWN_RANGE)  # noqa: S311  # no secret
         with socket.socket() as asking:

@@ -1,9 +1,10 @@
-"""The process around a local Ray head: starts it, ends with it, and leaves nothing behind.
+"""The process around a local Ray head. It starts the head, ends with it, and leaves no process or file
+behind.
 
-Started as `python -m gpubroker_server.adapters.ray.head.supervisor '{"data_dir": ...}' DESCRIPTOR`. It goes
-into the background at once, in a session of its own, and writes to the descriptor when Ray is up, or why it
-is not.
-Everything that Ray starts stays below this process, because it adopts orphans.
+The program is started as `python -m gpubroker_server.adapters.ray.head.supervisor '{"data_dir": ...}'
+DESCRIPTOR`. It goes into the background at once, in a session of its own. It writes READY to the descriptor
+when Ray is up, or else the reason why it is not. All processes that Ray starts stay descendants of this one,
+because it adopts orphans.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ from gpubroker_server.adapters.ray.processes import (
 WATCH_SECONDS = 1.0
 START_WATCH_SECONDS = 0.1
 LOST_IDLE_SECONDS = 5.0
-"""A head that has lost a vital process stays while its agent says more often than this that runs are left."""
+"""The time since the agent last reported runs after which a head that has lost a vital process ends."""
 WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 MOST_LINES, MOST_LINE = 12, 300
 _FAULT = re.compile(r"\) [\w.]+:\d+: {1,2}(?=.*(?:Check failed|Timed out|Failed|failed))")
@@ -62,7 +63,7 @@ AGENT = "ray::NodeAgent"
 
 
 class HeadLost(Exception):
-    """A vital process ended; the text says which one, when, and what is done."""
+    """A vital process ended. The message says which one, when, and what is done."""
 
 
 class HeadOrders(Struct, frozen=True):
@@ -76,7 +77,8 @@ class HeadOrders(Struct, frozen=True):
 class SignalPipe:
     """Wakes this process when a child has ended, and when it is told to stop.
 
-    A pipe and no `threading.Event`: a handler that interrupts the event's own code would wait for itself.
+    This is a pipe and not a `threading.Event`: a signal handler that interrupts the event's own code would
+    wait for itself.
     """
 
     def __init__(self) -> None:
@@ -88,8 +90,8 @@ class SignalPipe:
             signal.signal(number, self._note)
 
     def wait(self, most_seconds: float = WATCH_SECONDS, *also: int) -> list[int]:
-        """Return after a signal, or when one of the other descriptors can be read; at the latest after this
-        time. Returns the descriptors that can be read."""
+        """Wait for a signal, or until one of the descriptors `also` can be read, but no longer than
+        `most_seconds`. Returns the descriptors that can be read."""
         ready = select.select([self._reading, *also], [], [], most_seconds)[0]
         if self._reading in ready:
             ready.remove(self._reading)
@@ -148,7 +150,8 @@ def _supervise(orders: HeadOrders, ready: int) -> int:
 
 
 def _watch(orders: HeadOrders, state: HeadState, signals: SignalPipe, vital: Mapping[int, str]) -> None:
-    """Return when the head is to end. If a vital process has ended, the agent gives the runs notice first."""
+    """Return when the head should end. If a vital process has ended, the agent first stops its runs with
+    notice."""
     lost, lost_at = "", math.inf
     while not (signals.stop or _is_idle(state, LOST_IDLE_SECONDS if lost else orders.idle_stop_seconds)):
         ended = [vital[pid] for pid in reap() if pid in vital]
@@ -167,7 +170,8 @@ def _watch(orders: HeadOrders, state: HeadState, signals: SignalPipe, vital: Map
 
 
 def begin(data_dir: Path) -> HeadState:
-    """Write down which process this is; the service ends it if Ray does not come up. Raises OSError."""
+    """Write the state file with the identity of this process, so that the service can end it if Ray does not
+    come up. Raises OSError."""
     own_process = process_id(os.getpid())
     ray, python = versions()
     state = HeadState(
@@ -190,10 +194,12 @@ def begin(data_dir: Path) -> HeadState:
 def start_ray(
     node: NodeToStart, state: HeadState, signals: SignalPipe, others: Container[int] = ()
 ) -> dict[int, str]:
-    """A node's vital processes by pid once it is up; empty if it does not come up. Raises HeadLost.
+    """Start a node, and return its vital processes by pid once it is up; empty if it does not come up.
+    Raises HeadLost.
 
-    `others`: vital processes that were there before. Ray is imported in a child, which ends then: its modules
-    take 60 MB. That child notices late or never that a process has ended, so this one looks.
+    `others` are vital processes that existed before. Ray is imported in a child that ends after the start,
+    because its modules take 60 MB of memory. The child notices late or never that a process has ended, so
+    this process checks it.
     """
     starting = os.fork()
     if not starting:
@@ -226,8 +232,8 @@ def say(line: str) -> None:
 
 
 def last_words(ray_dir: Path, say: Callable[[str], None]) -> str:
-    """Say the last lines of Ray's own logs about a start that failed, before they are removed. Return the
-    error among them, in parentheses; empty if there is none."""
+    """Pass the last lines of Ray's own logs to `say`, before the logs of a failed start are removed. Returns
+    the error among them in parentheses; empty if there is none."""
     cause = ""
     for name in ("gcs_server.err", "gcs_server.out", "raylet.err", "raylet.out"):
         with contextlib.suppress(OSError):
@@ -257,8 +263,7 @@ def _start_node_and_exit(node: NodeToStart, state: HeadState) -> NoReturn:
 
 
 def _vital_processes(node: NodeToStart, others: Container[int]) -> dict[ProcessId, str]:
-    """Return the vital processes, also those that have ended and that the child which started them has not
-    reaped."""
+    """Return the vital processes. Those that have ended and are not reaped yet are included."""
     below = descendants(os.getpid(), process_table(with_ended=True))
     named = ((process, name_of(process.pid)) for process in below if process.pid not in others)
     return {process: name for process, name in named if name in node.vital}
@@ -270,8 +275,8 @@ def _has_agent() -> bool:
 
 
 def reap() -> set[int]:
-    """Return the pids of children that have ended, adopted ones too. Raises ChildProcessError if there is no
-    child."""
+    """Reap all children that have ended, adopted ones included, and return their pids. Raises
+    ChildProcessError if there is no child."""
     ended = set()
     while pid := os.waitpid(-1, os.WNOHANG)[0]:
         ended.add(pid)
@@ -279,7 +284,7 @@ def reap() -> set[int]:
 
 
 def _is_idle(state: HeadState, most_seconds: float) -> bool:
-    """Return True if no agent has been of use for so long."""
+    """Return True if no agent has touched the keepalive file for this time."""
     try:
         useful_at = state.keepalive.stat().st_mtime
     except OSError:
