@@ -231,7 +231,7 @@ class ArrayApi(Operations):
     def _submit_array(
         self, target: Target, items: Iterable[Any], args: Sequence[Any], options: ArrayOptions
     ) -> Steps[Array]:
-        of_task, given = parted_options(options, ArrayOptions)
+        of_task, of_array = parted_options(options, ArrayOptions)
         of_task = yield from with_ids_after(self._ask, target, of_task)
         body = yield from fitting_body(self._send, target, args, of_task)
         listed = _listed(items)

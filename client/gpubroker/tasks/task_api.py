@@ -212,8 +212,8 @@ class TaskApi(ObjectApi):
         planned = {name: value for name, value in options.items() if name != "idempotency_key"}
         if is_to_upload(options, target):  # nothing is stored, and the directory does not matter
             target = None if isinstance(target, str) else target  # its code is in the directory
-            known = {name: value for name, value in known.items() if name != "outputs"} | {"upload": None}
-        options = yield from with_ids_after(self._ask, target, cast("SubmitOptions", known))
+            planned = {name: value for name, value in planned.items() if name != "outputs"} | {"upload": None}
+        options = yield from with_ids_after(self._ask, target, cast("SubmitOptions", planned))
         body = simulation_body(target, args, options)
         if len(body) > MOST_BODY_BYTES:  # the arguments do not matter
             body = simulation_body(target, (), without_arguments(options))

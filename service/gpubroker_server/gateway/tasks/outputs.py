@@ -48,8 +48,8 @@ async def get_outputs(
 
 
 def _outputs_of(record: TaskRecord, kept: Sequence[RunOutput]) -> Iterator[Output]:
-    task = record.task
     """Yield the outputs that were collected, then those of the last attempt that are still expected."""
+    task = record.task
     for output in kept:
         yield Output(
             task=output.task,
