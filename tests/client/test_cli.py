@@ -85,9 +85,11 @@ def test_submit_reads_the_sizes_of_roles(service: RecordedService, run: Run) -> 
 def test_words_after_two_dashes_are_a_command_with_its_own_options(
     service: RecordedService, run: Run
 ) -> None:
-    service.reply_with(Reply(202, a_task(FULL_ID)))
+    service.reply_with(page(), Reply(202, a_task(FULL_ID)))
     assert run("submit --gpus 1 --priority 7 -- python train.py --gpus 9").code == 0
-    sent = service.requests[0].body
+    nodes, submit = service.requests
+    assert nodes.path == "/nodes"
+    sent = submit.body
     assert sent["run"] == {"command": ["python", "train.py", "--gpus", "9"]}
     assert (sent["resources"], sent["priority"]) == ({"gpus": 1}, 7)
 

@@ -60,6 +60,7 @@ def test_a_task_is_submitted_and_its_result_is_printed(gpubroker: Run) -> None:
     for text in ("fit", "succeeded", WORK, "2.0 GiB", "run=a"):
         assert text in gpubroker("show last").out
     assert gpubroker("logs last").code == 0
+    assert gpubroker("outputs last").code == 0
     assert gpubroker("wait last -o json").json["state"] == "succeeded"
     assert gpubroker("result last").out == "null\n"
     assert gpubroker("result last -o json").json["result"] is None

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.client.command_line import Run
-from tests.client.recorded_service import RecordedService, Reply
+from tests.client.recorded_service import RecordedService, Reply, page
 
 RUN = {
     "id": None,
@@ -113,13 +113,12 @@ WAITS: dict[str, Any] = {
 def test_a_dry_run_shows_what_would_happen_and_submits_nothing(
     service: RecordedService, run: Run, answer: dict[str, Any], code: int, expected: list[str]
 ) -> None:
-    service.reply_with(Reply(200, answer))
+    service.reply_with(page(), Reply(200, answer))
     ended = run("submit --gpu-memory 40GiB --dry-run -- python train.py")
     assert (ended.code, ended.err) == (code, "")
     for text in expected:
         assert text in ended.out
-    [request] = service.requests
-    assert request.path == "/tasks/simulate"
+    assert [request.path for request in service.requests] == ["/nodes", "/tasks/simulate"]
 
 
 def test_a_dry_run_works_without_a_target(service: RecordedService, run: Run) -> None:

@@ -78,7 +78,10 @@ class OutputApi(TaskApi):
             selected = [
                 output for output in outputs.items if output.attempt == (attempt or last[output.task])
             ]
-            if not any(output.state == "pending" for output in selected) or time.monotonic() >= until:
+            # Of earlier attempts the service lists nothing until their files have arrived.
+            is_late = not selected and any((attempt or 0) < number for number in last.values())
+            is_waiting = is_late or any(output.state == "pending" for output in selected)
+            if not is_waiting or time.monotonic() >= until:
                 break
             yield Pause(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)

@@ -241,7 +241,7 @@ async def test_without_memory_mb_each_process_of_a_run_has_its_limit(lab: Lab, t
         ({"kind": "command", "command": ("/bin/sh", "-c", "exit 4")}, "exit_code", "exit code 4"),
         ({"kind": "command", "command": ("/bin/sh", "-c", "kill -SEGV $$")}, "exit_code", "SIGSEGV"),
         ({"kind": "command", "command": ("/no/such/program",)}, "exit_code", "cannot start"),
-        ({"kind": "command", "command": ("true",), "working_directory": "/no/such"}, "exception", "prepared"),
+        ({"kind": "command", "command": ("true",), "working_directory": "/no/such"}, "no_directory", "--dir"),
     ],
 )
 async def test_a_run_that_cannot_succeed_says_why(
