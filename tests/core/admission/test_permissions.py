@@ -1,10 +1,12 @@
 """What a token and the operator allow."""
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 from gpubroker_server.core.admission.permissions import lacks
 from gpubroker_server.core.domain.submission import RunSpec
+from msgspec.structs import replace
 
 from tests.core.admission.scenes import CALL, RULES, Token
 
@@ -74,3 +76,34 @@ def test_any_of_several_scopes_is_enough() -> None:
     found = lacks(WRITER, "admin", "this", "tasks:read")
     assert found is not None
     assert found.detail.startswith('token "ann" lacks the scope admin or tasks:read, which this needs')
+
+
+class Modules:
+    """The names that the module `myteam.jobs` defines; other modules cannot be read."""
+
+    known = frozenset({"myteam.jobs:train"})
+
+    def other_names(self, entrypoint: str) -> Collection[str] | None:
+        return ["train", "evaluate"] if entrypoint.startswith("myteam.jobs:") else None
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "detail"),
+    [
+        ("myteam.jobs:train", None),
+        ("myteam.jobs:trian", 'module "myteam.jobs" defines no "trian"; did you mean "train"?'),
+        ("myteam.other:trian", None),
+    ],
+)
+def test_a_function_that_its_module_does_not_define_is_refused(entrypoint: str, detail: str | None) -> None:
+    permissions = replace(ALLOWED, entrypoints=("myteam.*:*",), modules=Modules())
+    refused = permissions.check_run(WRITER, RunSpec("entrypoint", entrypoint))
+    assert (None if refused is None else refused.faults[0].message) == detail
+
+
+def test_an_entrypoint_of_an_upload_is_the_submitters_own_code() -> None:
+    spec = RunSpec("entrypoint", "anything:at_all", upload="0" * 64)
+    refused = ALLOWED.check_run(WRITER, spec)
+    assert refused is not None
+    assert refused.code == "forbidden"
+    assert ALLOWED.check_run(Token(("tasks:code",)), spec) is None

@@ -118,3 +118,57 @@ def test_failures_are_forgotten_after_an_hour_or_when_the_gpu_is_reopened() -> N
     assert fleet.failing() == [key("gpu0")]
     fleet.watch.forget(key("gpu0"))
     assert fleet.failing() == []
+
+
+def test_what_failed_before_a_gpu_was_reopened_does_not_count() -> None:
+    fleet = Fleet()
+    fleet.works("train", "gpu1")
+    fleet.fails("train", "gpu0", 3)
+    assert fleet.failing() == [key("gpu0")]
+    fleet.watch.forget(key("gpu0"))
+    assert fleet.failing() == []
+
+
+def test_reports_of_other_kinds_and_ends_of_unknown_runs_do_not_count() -> None:
+    fleet = Fleet()
+    fleet.works("train", "gpu1")
+    nobody = Ended(TaskId("nobody"), Fence(1), NOW, Ending.FAILED)
+    fleet.watch.note(fleet.world, ["a report of another kind", nobody])
+    fleet.run("train", "gpu0", Ending.LOST)
+    assert fleet.failing() == []
+
+
+def test_a_run_that_lacked_host_memory_says_nothing_about_its_gpu() -> None:
+    fleet = Fleet()
+    fleet.works("train", "gpu1")
+    task = a_task("greedy", name="train", gpu_mb=GIB)
+    world = a_world(a_device("gpu0"), holding(task, "gpu0", started_at=NOW))
+    lacking = Failure("host_memory_exceeded", "it took too much")
+    for fence in range(3):
+        del fence
+        fleet.watch.note(
+            world, [Ended(task.id, Fence(1), Instant(NOW + 1.0), Ending.FAILED, failure=lacking)]
+        )
+    assert fleet.failing() == []
+
+
+def test_no_more_than_so_many_ends_and_names_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpubroker_server.core.control.failing_gpus.MOST_KEPT", 1)
+    fleet = Fleet()
+    fleet.works("train", "gpu1")
+    fleet.works("evaluate", "gpu2")
+    fleet.fails("train", "gpu0", 3)
+    assert fleet.failing() == [], "it is forgotten that train works elsewhere"
+
+
+def test_a_run_on_several_gpus_blames_none_of_them() -> None:
+    fleet = Fleet()
+    fleet.works("train", "gpu1")
+    for number in range(3):
+        task = a_task(f"wide{number}", name="train", gpus=2)
+        devices = a_device("gpu0"), a_device("gpu1")
+        world = a_world(*devices, holding(task, "gpu0", "gpu1", started_at=NOW))
+        failure = Failure("exception", "CUDA")
+        ended = Ended(task.id, Fence(1), Instant(NOW + 1.0), Ending.FAILED, failure=failure)
+        fleet.watch.note(world, [ended])
+    assert fleet.failing() == []

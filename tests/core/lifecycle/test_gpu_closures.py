@@ -12,6 +12,7 @@ from gpubroker_server.core.lifecycle import gpu_closures
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
 from gpubroker_server.core.world.world import World
+from msgspec.structs import replace
 
 from tests.builders import NOW, a_device, a_node, a_world, commit, key
 
@@ -153,3 +154,22 @@ def test_a_new_agent_of_the_same_boot_reopens_nothing() -> None:
     assert the(world).is_closed
     shows(world, WELL, at=NOW + 1)
     assert the(world).closure is None, "its driver says that no recovery is needed"
+
+
+def test_requests_about_unknown_or_open_gpus_change_no_gpu() -> None:
+    world = a_world(a_device("gpu0"))
+    asks(world, "reopen_gpu")
+    request = Request("r2", TaskId("gone"), "ops", "close_gpu", {"by": "olga"}, NOW)
+    world.add_request(request)
+    commit(world, carry_out(world, request, NOW, Policy()))
+    assert the(world) == a_device("gpu0")
+
+
+def test_a_closure_of_a_gpu_that_a_world_does_not_have_is_passed_over() -> None:
+    world, other = a_world(a_device("gpu0")), a_world()
+    sample = NodeSample(
+        NodeName("n1"), NOW, 0.1, Mib(100), Mib(50), gpus={"gpu0": GpuHealth(xid=79, fatal_xid=79)}
+    )
+    [decision] = gpu_closures.by_health(world, sample, NOW)
+    commit(other, replace(decision, devices=()))
+    assert other.ledgers == {}

@@ -60,3 +60,10 @@ def test_it_has_default_rules() -> None:
     breaker = Breaker()
     opened = [breaker.failed(MonotonicSeconds(0.0), "gone") for _ in range(3)]
     assert opened == [False, False, True]
+
+
+def test_breaker_tells_for_how_long_it_has_been_open() -> None:
+    breaker = a_breaker(0.0, 0.1)
+    assert breaker.open_seconds(MonotonicSeconds(5.0)) == 0.0
+    breaker.failed(MonotonicSeconds(1.0), "no connection")
+    assert breaker.open_seconds(MonotonicSeconds(1.5)) == 0.5
