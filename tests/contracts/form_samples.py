@@ -57,7 +57,6 @@ from gpubroker_server.ports.store import RunSpec
 from gpubroker_server.ports.task_objects import (
     ObjectPart,
     ObjectWanted,
-    OutputAnswer,
     OutputPart,
     PartAnswer,
     WantedAnswer,
@@ -175,7 +174,7 @@ ANSWERS = (
 )
 """About objects."""
 _OUTPUT = OutputPart(*AT[:2], NOW, "abc", 9, 5, b"data", 2, "", AT[2], 1)
-OUTPUT_ANSWER = object_order(OutputAnswer(AT[2], _OUTPUT, 9, is_over=True))
+OUTPUT_ANSWER = object_order(PartAnswer(AT[2], _OUTPUT, 9, ""))
 FOUND = FoundFile("/scratch", "a/old.log", FileClass.LOG, 9, 10**18, 7)
 DISK_ORDER = disk_order(
     DiskOrder(

@@ -32,7 +32,6 @@ from gpubroker_server.ports.task_objects import (
     ObjectPart,
     ObjectQuestion,
     ObjectWanted,
-    OutputAnswer,
     OutputPart,
     PartAnswer,
     WantedAnswer,
@@ -130,7 +129,7 @@ class TaskObjects:
         """Answer a run's question about an object. Raises StoreUnavailable."""
         await self._discard_left()
         if isinstance(asked, OutputPart):
-            self.executor.answer(OutputAnswer(asked.node, asked, *await self._keep_output(asked)))
+            self.executor.answer(PartAnswer(asked.node, asked, *await self._keep_output(asked)))
             return
         task = self._run_of(asked)
         if task is None:
@@ -185,17 +184,18 @@ class TaskObjects:
             return 0, b"", f"the bytes of object {kept.digest} are damaged: {left}; upload them again"
         return kept.size_bytes, data, ""
 
-    async def _keep_output(self, part: OutputPart) -> tuple[int, bool]:
-        """Store a part of the outputs of a run. Return the number of stored bytes, and True if no further
-        part is needed. The task may have ended by now, or may be running again."""
+    async def _keep_output(self, part: OutputPart) -> tuple[int, str]:
+        """Store a part of the outputs of a run, and record the outcome with the last part. Return the number
+        of stored bytes, and the reason if the outputs cannot become an object. The task may have ended by
+        now, or may be running again."""
         record = await self.store.record(part.task)
         if record is None or part.fence > record.task.fence:
-            return 0, True  # the task was pruned
+            return 0, "their task was pruned"
         stored_bytes, why_not = 0, ""
         if part.object:
             stored_bytes, why_not = await self._keep(record.task.tenant, part)
             if stored_bytes < part.size_bytes and not why_not:
-                return stored_bytes, False
+                return stored_bytes, ""
         message = "; ".join(
             filter(None, [why_not and f"they cannot become an object: {why_not}", part.message])
         )
@@ -206,7 +206,7 @@ class TaskObjects:
                 part.object if is_kept else None, part.size_bytes if is_kept else 0, message,
             )
         )  # fmt: skip
-        return stored_bytes, True
+        return stored_bytes, why_not
 
     async def _keep(self, tenant: str, part: ObjectPart | OutputPart) -> tuple[int, str]:
         """Store a part of a result or of outputs. Return the number of stored bytes, and the reason if the

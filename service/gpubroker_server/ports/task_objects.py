@@ -20,23 +20,23 @@ class ObjectWanted(_AboutObject, frozen=True):
     rank: int = 0
 
 
-class ObjectPart(_AboutObject, frozen=True):
-    """A part of a result that is too large for the report of the run's end. The result becomes an object."""
-
+class _Part(_AboutObject, frozen=True):
     size_bytes: int
     """The size of the whole object in bytes."""
     first_byte: int
     data: bytes
+
+
+class ObjectPart(_Part, frozen=True):
+    """A part of a result that is too large for the report of the run's end. The result becomes an object."""
+
     rank: int = 0
 
 
-class OutputPart(_AboutObject, frozen=True):
+class OutputPart(_Part, frozen=True):
     """A part of the archive of the files that a run has left. The run is gone. If the run left no files,
     `object` and the part are empty."""
 
-    size_bytes: int
-    first_byte: int
-    data: bytes
     files: int
     message: str
     """Says which files were left out, and why; empty if none was."""
@@ -59,19 +59,17 @@ class WantedAnswer(Struct, frozen=True):
 
 class PartAnswer(Struct, frozen=True):
     node: NodeName
-    asked: ObjectPart
+    asked: ObjectPart | OutputPart
     stored_bytes: int
     """The number of bytes that are stored; all of them if the tenant has the object by now."""
     failure: str
-    """The reason why the result cannot become an object; empty if it can."""
+    """The reason why the result or the outputs cannot become an object; empty if they can."""
+
+    @property
+    def is_over(self) -> bool:
+        """True if no further part is needed. The outcome of outputs is recorded then, and their node may
+        remove the files."""
+        return bool(self.failure) or self.stored_bytes >= self.asked.size_bytes
 
 
-class OutputAnswer(Struct, frozen=True):
-    node: NodeName
-    asked: OutputPart
-    stored_bytes: int
-    is_over: bool
-    """True if the outcome of the collection is recorded, so that the node may remove the files."""
-
-
-ObjectAnswer = WantedAnswer | PartAnswer | OutputAnswer
+ObjectAnswer = WantedAnswer | PartAnswer

@@ -39,7 +39,7 @@ from gpubroker_server.core.domain.orders import (
 from gpubroker_server.core.domain.submission import RunSpec, told_variables
 from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.executor import RunPayload
-from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, OutputAnswer, PartAnswer
+from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, OutputPart, PartAnswer
 
 PROTOCOL = 12
 """The number of the newest protocol between driver and agent. The first value of every message is the number
@@ -95,9 +95,9 @@ def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:
     """Return the order that passes an answer about an object to a run."""
     asked = answer.asked
     run = asked.task, asked.fence, asked.rank, asked.object
-    if isinstance(answer, OutputAnswer):
-        return "output", *run, answer.stored_bytes, answer.is_over
     if isinstance(answer, PartAnswer):
+        if isinstance(asked, OutputPart):
+            return "output", *run, answer.stored_bytes, answer.is_over
         return "part", *run, answer.stored_bytes, answer.failure
     return "object", *run, answer.size_bytes, answer.asked.first_byte, answer.data, answer.failure
 
