@@ -1,5 +1,6 @@
 """The directory in which a command runs, if the user names none: where the command line is used."""
 
+import json
 import os
 import pwd
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from gpubroker.cli.tasks.directory import closed_part
 
 from tests.chaos.forked import ForkedService
 from tests.client.command_line import Run, command_line
+from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task, page
 from tests.e2e.service_process import ServiceProcess
 
 NOBODY = "nobody"
@@ -81,3 +83,30 @@ def test_closed_part_is_the_first_that_the_user_may_not_enter(tmp_path: Path) ->
         inner.rmdir()
         (root / "closed").rmdir()
         root.rmdir()
+
+
+def test_first_node_of_a_service_that_has_just_started_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Otherwise the first command after a start runs in a directory of the service."""
+    monkeypatch.setattr(directory, "_POLL_SECONDS", 0.001)
+    monkeypatch.setenv("GPUBROKER_DATA_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    node = {"name": "n1", "task_user": pwd.getpwuid(os.geteuid()).pw_name}
+    with RecordedService() as starting:
+        (tmp_path / "client.json").write_text(json.dumps({"url": starting.url, "token": "gpb_secret"}))
+        starting.reply_with(*[page()] * 5, *[Reply(200, {"items": [node]})] * 2, Reply(202, a_task(FULL_ID)))
+        ended = command_line(monkeypatch, capsys)("submit -- true")
+        assert (ended.code, "no node yet" in ended.err) == (0, True)
+        assert starting.requests[-1].body["run"]["working_directory"] == str(tmp_path)
+
+
+def test_node_of_a_service_elsewhere_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RecordedService() as elsewhere:
+        monkeypatch.setenv("GPUBROKER_URL", elsewhere.url)
+        monkeypatch.setenv("GPUBROKER_TOKEN", "gpb_secret")
+        elsewhere.reply_with(page(), Reply(202, a_task(FULL_ID)))
+        assert command_line(monkeypatch, capsys)("submit -- true").code == 0
+        assert [request.path for request in elsewhere.requests] == ["/nodes", "/tasks"]

@@ -41,6 +41,13 @@ class Site(GatewaysAndBrokersOnRay):
         made.use(self._released)
         return made
 
+    def start(self) -> None:
+        """Start the processes in turn. Processes of the last release that begin at once remove each other's
+        probe of their data directory, and one of them then says that it cannot write there."""
+        for process in (*self.gateways, *self.brokers):
+            process.start()
+        until(lambda: self.broker_which(leads=True) is not None, "one of the brokers leads")
+
     def go_back(self) -> None:
         """From now on."""
         self._use, self._moved = self._released, []

@@ -76,11 +76,16 @@ def connect(retry_seconds: float | None = None) -> Iterator["Broker"]:
             raise
 
 
+def is_of_this_machine(broker: "Broker") -> bool:
+    """Whether the address came from the file that a service writes for the users of its own machine."""
+    return broker.connection.source == f"from {client_file()}"
+
+
 def _say_if_it_starts(broker: "Broker") -> None:
     """Report a service that is starting: it accepts connections from the beginning of its start, and answers
     them only at its end."""
     path = client_file()
-    if path is not None and broker.connection.source == f"from {path}":
+    if path is not None and is_of_this_machine(broker):
         seconds = starting_for_seconds(path.parent)
         if seconds is not None:
             eprint(f"the service in {path.parent} is starting, for {seconds:.0f} s now; waiting for it")

@@ -2,18 +2,25 @@
 
 import os
 import pwd
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpubroker.cli.lookup import is_of_this_machine
+from gpubroker.cli.printing import eprint
 from gpubroker.errors import Refused, WrongArgument
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.tasks.submission import SubmitOptions
+    from gpubroker.wire.nodes import Node
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ACCESS_LIST = "system.posix_acl_access"
+_FIRST_NODE_SECONDS = 60.0
+"""The longest wait for the first node of a service that has just started."""
+_POLL_SECONDS = 0.25
 
 
 def place_of(
@@ -29,7 +36,7 @@ def place_of(
         return {}
     try:
         here, boot_id = os.getcwd(), _BOOT_ID.read_text(encoding="ascii").strip()
-        [node, *_] = broker.nodes(history="0", boot_id=boot_id).items
+        [node, *_] = _nodes_here(broker, boot_id)
     except (OSError, ValueError, Refused):
         return {}  # this is not Linux or not a node, or the token may not see nodes
     if (closed := closed_part(Path(here), node.task_user)) is not None:
@@ -39,6 +46,19 @@ def place_of(
             f"(--dir DIR), or give the right: chmod o+x {closed}"
         )
     return {"working_directory": here}
+
+
+def _nodes_here(broker: "Broker", boot_id: str) -> Sequence["Node"]:
+    """Return the nodes on this machine. A service of this machine that has no node at all has just started:
+    its first node is waited for."""
+    nodes = broker.nodes(history="0", boot_id=boot_id).items
+    if nodes or not is_of_this_machine(broker) or broker.nodes(history="0").items:
+        return nodes
+    eprint("the service has no node yet; waiting for the first, to see whether this machine is one")
+    until = time.monotonic() + _FIRST_NODE_SECONDS
+    while time.monotonic() < until and not broker.nodes(history="0").items:
+        time.sleep(_POLL_SECONDS)
+    return broker.nodes(history="0", boot_id=boot_id).items
 
 
 def closed_part(directory: Path, user: str) -> Path | None:
