@@ -131,7 +131,7 @@ def _facts(gpu: Gpu) -> list[str]:
         _use(gpu),
         " · ".join(_errors(gpu)),
         "" if gpu.present else "not in its machine",
-        f"! closed: {gpu.closed.reason}" if gpu.closed else "",
+        f"! closed: {gpu.closed.reason.removeprefix('closed ')}" if gpu.closed else "",
         f"! {gpu.fault}" if gpu.fault else "no recent measurement" if gpu.stale else "",
     )
     return [fact for fact in facts if fact]

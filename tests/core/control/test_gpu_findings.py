@@ -26,6 +26,7 @@ def test_closed_gpu_is_critical_unless_an_operator_closed_it() -> None:
     assert (found[broken].severity, found[closed].severity) == (Severity.CRITICAL, Severity.NOTE)
     assert "nvidia-smi -r" in found[broken].remedy
     assert found[closed].remedy == f"gpubroker reopen-gpu {closed}"
+    assert found[closed].evidence == {"cause": "operator"}
 
 
 def test_gpu_on_which_runs_fail_is_found_while_it_is_open() -> None:

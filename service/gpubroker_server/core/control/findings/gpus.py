@@ -31,7 +31,7 @@ def closed_gpus(world: World) -> Iterator[Finding]:
         )
         remedy = f"{mend}gpubroker reopen-gpu {device.label}"
         severity = Severity.NOTE if by_operator else Severity.CRITICAL
-        evidence = {"cause": closure.cause, "detail": closure.detail}
+        evidence = {"cause": closure.cause} | ({"detail": closure.detail} if closure.detail else {})
         yield Finding("gpu-closed", device.label, severity, cause, evidence, remedy, closure.since)
 
 
