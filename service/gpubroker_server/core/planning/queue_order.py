@@ -90,6 +90,12 @@ class QueueOrder:
         """The top priority of the band that is open."""
         self._bands = [top for _, _, top in reversed(BANDS) if after is None or -top >= after[0]]
         """The bands that are still to be opened, the highest last."""
+        self._classes = [
+            equivalence
+            for equivalence in world.queue.classes.values()
+            if not equivalence.demand.answered_by
+        ]
+        """The demands that may be admissible, and perhaps others."""
         self._unsifted: list[EquivalenceClass] = []
         """The demands of the open band that have not been checked for admissibility."""
         self._arriving: list[EquivalenceClass | Equals] = []
@@ -160,6 +166,7 @@ class QueueOrder:
         self._unsifted += (
             equivalence for equivalence in self._inadmissible_up_to if self._band in equivalence.bands
         )
+        self._classes = list(dict.fromkeys((*self._classes, *self._inadmissible_up_to)))
         self._inadmissible = []
         self._inadmissible_up_to = {}
 
@@ -185,11 +192,15 @@ class QueueOrder:
         self._band = top
         # In a lower band a group may have a higher priority of its own, because it inherited none.
         known = self._inadmissible_up_to
+        self._classes = [
+            equivalence
+            for equivalence in self._classes
+            if max(equivalence.highest.values(), default=NO_PRIORITY) > known.get(equivalence, NO_PRIORITY)
+        ]
         self._unsifted = [
             equivalence
-            for equivalence in self._world.queue.classes.values()
+            for equivalence in self._classes
             if equivalence.highest.get(top, NO_PRIORITY) > known.get(equivalence, NO_PRIORITY)
-            and not equivalence.demand.answered_by
         ]
         for equivalence in self._unsifted if known else ():
             known.pop(equivalence, None)

@@ -458,20 +458,20 @@ class RefusalCache:
         return True
 
     def _begins_to_come(self, group: QueueGroup) -> bool:
-        """Return True if room for these tasks is being given back on a node that has grown since they were
-        ruled out, and no node has room for them now. Without quotas and limits a search would find nothing
-        else, and would be made for each class that the room is enough for."""
-        known = self._known.everywhere.out.get(group.equivalence)
-        since = known.covered_at(group.priority) if known else 0
-        if not since or group.demand.counted or self._view.policy.has_quotas:
-            return False
-        probe, priority, rooms = self._probe(group), group.priority, self._view.offers.rooms
+        """Return True if room for these tasks is being given back on the node that might have it, and no node
+        has room for them now. Without quotas and limits a search would find nothing else, and would be made
+        for each class for which that room is enough."""
+        known, priority = self._known.everywhere.out.get(group.equivalence), group.priority
         hope = known.hopes.get(priority) if known else None
-        if hope is not None and rooms.now(hope[0], priority).fits(probe):
-            return False  # in most cases, as most nodes grow because a run has ended
-        nodes = self._grown(since)
-        node = next((node for node in nodes if rooms.soon(node, priority).fits(probe)), None)
-        if node is None or any(rooms.now(node, priority).fits(probe) for node in nodes):
+        if known is None or hope is None or group.demand.counted or self._view.policy.has_quotas:
+            return False
+        node, probe, rooms = hope[0], self._probe(group), self._view.offers.rooms
+        if (
+            node not in self._view.offers.nodes
+            or rooms.now(node, priority).fits(probe)
+            or not rooms.soon(node, priority).fits(probe)
+            or any(rooms.now(n, priority).fits(probe) for n in self._grown(known.covered_at(priority)))
+        ):
             return False
         self._await(self._known.everywhere, (group.equivalence, priority), node)
         return True
