@@ -9,7 +9,6 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.planning.budget import PROBE_KNOWN, PROBE_SIFTED, Steps
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
-from gpubroker_server.core.world.dependencies import NO_PRIORITY
 from gpubroker_server.core.world.queue import (
     EquivalenceClass,
     GroupKey,
@@ -90,12 +89,6 @@ class QueueOrder:
         """The top priority of the band that is open."""
         self._bands = [top for _, _, top in reversed(BANDS) if after is None or -top >= after[0]]
         """The bands that are still to be opened, the highest last."""
-        self._classes = [
-            equivalence
-            for equivalence in world.queue.classes.values()
-            if not equivalence.demand.answered_by
-        ]
-        """The demands that may be admissible, and perhaps others."""
         self._unsifted: list[EquivalenceClass] = []
         """The demands of the open band that have not been checked for admissibility."""
         self._arriving: list[EquivalenceClass | Equals] = []
@@ -166,7 +159,6 @@ class QueueOrder:
         self._unsifted += (
             equivalence for equivalence in self._inadmissible_up_to if self._band in equivalence.bands
         )
-        self._classes = list(dict.fromkeys((*self._classes, *self._inadmissible_up_to)))
         self._inadmissible = []
         self._inadmissible_up_to = {}
 
@@ -192,15 +184,12 @@ class QueueOrder:
         self._band = top
         # In a lower band a group may have a higher priority of its own, because it inherited none.
         known = self._inadmissible_up_to
-        self._classes = [
-            equivalence
-            for equivalence in self._classes
-            if max(equivalence.highest.values(), default=NO_PRIORITY) > known.get(equivalence, NO_PRIORITY)
-        ]
         self._unsifted = [
             equivalence
-            for equivalence in self._classes
-            if equivalence.highest.get(top, NO_PRIORITY) > known.get(equivalence, NO_PRIORITY)
+            for equivalence in self._world.queue.classes.values()
+            if top in equivalence.bands
+            and (equivalence not in known or equivalence.highest[top] > known[equivalence])
+            and not equivalence.demand.answered_by
         ]
         for equivalence in self._unsifted if known else ():
             known.pop(equivalence, None)

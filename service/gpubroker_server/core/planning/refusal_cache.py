@@ -52,6 +52,16 @@ class _Coming(NamedTuple):
     changed: int
 
 
+class _Hope(NamedTuple):
+    """A node that may have room for a task, or runs that may be preempted for it."""
+
+    node: NodeName
+    changed: int
+    """The node's revision of `changes`, until whose next one the hope holds."""
+    is_free: bool
+    """True if the room is free now."""
+
+
 class _RuledOut:
     """The finding that no node had room for a task of one equivalence class, nor runs that may be preempted
     for it."""
@@ -67,8 +77,8 @@ class _RuledOut:
         self.steps = [(probe.priority, revision)]
         """The priorities that were ruled out, each with the revision of `growth` at which it was. Priorities
         fall, revisions rise."""
-        self.hopes: dict[int, tuple[NodeName, int]] = {}
-        """Maps a priority to a node that has grown since and may have room, at this revision of the node."""
+        self.hopes: dict[int, _Hope] = {}
+        """Maps a priority to a node that has grown since and may have room."""
 
     def rule_out(self, priority: int, revision: int) -> None:
         """Note that no node has anything at the newest revision for tasks of this priority. The finding
@@ -397,7 +407,7 @@ class RefusalCache:
         if since == now or not since:
             return since > 0
         hope = known.hopes.get(priority)
-        if hope is not None and self._revisions.changes.by_node.get(hope[0]) == hope[1]:
+        if hope is not None and self._revisions.changes.by_node.get(hope.node) == hope.changed:
             return False  # nothing has changed there
         gpus = known.gpus
         grown = self._rooms.get((priority, gpus > 0)) if self._rooms_at == (changed, now) else None
@@ -410,7 +420,8 @@ class RefusalCache:
         if not gpus or (gpus <= len(bound) and bound[gpus - 1] >= known.mb):
             node = grown.fitting(since, known)
             if node is not None:
-                known.hopes[priority] = node, self._revisions.changes.at(node)
+                is_free = self._view.offers.rooms.now(node, priority).fits(known.probe)
+                known.hopes[priority] = _Hope(node, self._revisions.changes.at(node), is_free)
                 return False
         known.rule_out(priority, now)
         return True
@@ -463,12 +474,13 @@ class RefusalCache:
         for each class for which that room is enough."""
         known, priority = self._known.everywhere.out.get(group.equivalence), group.priority
         hope = known.hopes.get(priority) if known else None
-        if known is None or hope is None or group.demand.counted or self._view.policy.has_quotas:
-            return False
-        node, probe, rooms = hope[0], self._probe(group), self._view.offers.rooms
+        if known is None or hope is None or hope.is_free:
+            return False  # in most cases
+        node, probe, rooms = hope.node, known.probe, self._view.offers.rooms
         if (
             node not in self._view.offers.nodes
-            or rooms.now(node, priority).fits(probe)
+            or group.demand.counted
+            or self._view.policy.has_quotas
             or not rooms.soon(node, priority).fits(probe)
             or any(rooms.now(n, priority).fits(probe) for n in self._grown(known.covered_at(priority)))
         ):
@@ -478,9 +490,7 @@ class RefusalCache:
 
     def _await(self, ruled: _Ruled, key: ClassAndPriority, node: NodeName) -> None:
         """Note that room for these tasks is being given back on the node, and that no node has room now."""
-        ruled.coming[key] = _Coming(
-            node, self._revisions.growth.revision, self._revisions.changes.revision
-        )
+        ruled.coming[key] = _Coming(node, self._revisions.growth.revision, self._revisions.changes.revision)
         self._known.awaited.add(node)
 
     def _rule_out(self, ruled: _Ruled, task: Task, wait: Wait) -> None:
