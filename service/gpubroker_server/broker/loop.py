@@ -60,8 +60,8 @@ NewFleet = Callable[[Callable[[], float]], FleetKeeper]
 """Makes a FleetKeeper. The argument is a function that returns how many seconds commits take now."""
 
 _MOVES = {f"task.{move}": move for move in Move if move not in {Move.SUBMITTED, Move.CHANGED}}
-"""Maps the kind of an event to the move that the leader logs. The gateway logs the other moves when it accepts
-the task or its change."""
+"""Maps the kind of an event to the move that the leader logs. The gateway logs the other moves when it
+accepts the task or its change."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -347,13 +347,15 @@ class CycleTimer:
 
     async def next(self) -> None:
         """Wait until the next cycle should begin. A `wake` after that counts for the following cycle."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TICK_SECONDS):
-                await self._woken.wait()
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._began_at + PACE_SECONDS):
-                await self._is_urgent.wait()
         loop = asyncio.get_running_loop()
+        if not self._woken.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._woken.wait()
+        if not self._is_urgent.is_set() and loop.time() < self._began_at + PACE_SECONDS:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._began_at + PACE_SECONDS):
+                    await self._is_urgent.wait()
         await asyncio.sleep(max(0.0, self._urgent_at + PACE_SECONDS - loop.time()))
         self._began_at = loop.time()
         if self._is_urgent.is_set():

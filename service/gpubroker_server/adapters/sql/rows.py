@@ -58,7 +58,7 @@ def rows_of_submission(submission: AdmittedTask) -> Iterator[Written]:
 
 
 task_head = attrgetter("task.id", "task.queued_bytes")
-"""Returns the columns of `task` that differ among submissions of a batch that differ only in their arguments."""
+"""Returns the columns of `task` that differ among submissions that differ only in their arguments."""
 spec_head = attrgetter("task.id", "spec.arguments", "spec.arguments_digest")
 """Returns the columns of `task_spec` that differ among such submissions."""
 
