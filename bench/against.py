@@ -13,7 +13,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -241,18 +241,17 @@ def _cpu_seconds(service: psutil.Process) -> dict[int, float]:
     """Return the CPU time of the service and of the processes it has started, including a Ray head that
     outlives it."""
     data_dir = service.environ()["GPUBROKER_DATA_DIR"]
-    seconds: dict[int, float] = {}
+    started = {service}
     for process in psutil.process_iter():
-        try:
-            if process == service or data_dir in process.environ().values() or _is_within(process, service):
-                seconds[process.pid] = sum(process.cpu_times()[:2])
-        except psutil.Error:
-            continue  # the process has ended
+        with suppress(psutil.Error):
+            # The head and its workers have no variable of ours, but the path of Ray's token, which is there.
+            if any(data_dir in value for value in process.environ().values()):
+                started |= {process, *process.children(recursive=True)}
+    seconds: dict[int, float] = {}
+    for process in started:
+        with suppress(psutil.Error):  # the process has ended
+            seconds[process.pid] = sum(process.cpu_times()[:2])
     return seconds
-
-
-def _is_within(process: psutil.Process, service: psutil.Process) -> bool:
-    return service in process.parents()
 
 
 if __name__ == "__main__":
