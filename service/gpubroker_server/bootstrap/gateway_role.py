@@ -246,7 +246,10 @@ class GatewayRole:
 
     def _identity_of_run(self, token: str) -> Identity | None:
         run = self._runs.run_of(token)
-        return None if run is None else identity_of_run(self._follower.world.tasks.get(run[0]), run[1])
+        if run is None:
+            return None
+        task = self._follower.world.tasks.get(run.task)
+        return identity_of_run(task, run.fence, brings_code=run.brings_code)
 
     @property
     def _host(self) -> str:

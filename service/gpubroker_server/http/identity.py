@@ -89,14 +89,17 @@ class Identity(Grant, frozen=True):
 
 
 RUN_SCOPES = (Scope.TASKS_READ, Scope.TASKS_WRITE)
+CODE_RUN_SCOPES = (*RUN_SCOPES, Scope.TASKS_CODE, Scope.TASKS_COMMAND)
 
 
-def identity_of_run(task: Task | None, fence: Fence) -> Identity | None:
+def identity_of_run(task: Task | None, fence: Fence, *, brings_code: bool = False) -> Identity | None:
     """Return the identity of a run, which may read and submit tasks for its tenant up to its own priority;
-    None if the run has ended."""
+    None if the run has ended. A run whose code came with its task may submit code as well: its submitter was
+    allowed to run any code."""
     if task is None or task.fence != fence or not task.is_active:
         return None
-    return Identity(f"task {task.id}", task.tenant, RUN_SCOPES, task.priority)
+    scopes = CODE_RUN_SCOPES if brings_code else RUN_SCOPES
+    return Identity(f"task {task.id}", task.tenant, scopes, task.priority)
 
 
 def new_secret() -> str:
