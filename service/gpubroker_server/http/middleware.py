@@ -30,8 +30,8 @@ from gpubroker_server.telemetry.metrics import Telemetry
 log = structlog.get_logger("gpubroker.gateway")
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
-"""The paths that are answered without a token, as are those below PAGES. Every other path, known or not, needs
-one."""
+"""The paths that are answered without a token, as are those below PAGES. Every other path needs one, known
+or not."""
 
 _BODY_LIMITS = {"/tasks/batch": "batch_body_bytes", "/objects": "object_bytes"}
 """Path -> the setting that limits its bodies. Other paths have `body_bytes`."""
