@@ -274,6 +274,12 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "model-not-loaded": ProblemKind(502, "The model was not loaded"),
     "model-server-failed": ProblemKind(502, "The model server failed"),
     "model-server-unauthorized": ProblemKind(502, "The model server refused the service"),
+    "identity-provider-unavailable": ProblemKind(
+        503,
+        "The issuer's keys are being fetched",
+        "the key that signed the JWT is being fetched from {issuer}; send the request again",
+        retryable=True,
+    ),
     "follower-stale": ProblemKind(503, "The overview is too old to be trusted", retryable=True),
     "stack-unavailable": ProblemKind(
         503,

@@ -27,6 +27,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from gpubroker_server.core.admission.claims import OidcIssuer
 from gpubroker_server.core.admission.defaults import Defaults, NamedDefaults, Profile
 from gpubroker_server.core.domain.device import SHIPPED_KINDS
 from gpubroker_server.core.domain.limits import ServiceLimits
@@ -143,6 +144,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     log_format: Literal["console", "json"] = "console"
     access_log: bool = False
+    oidc: tuple[OidcIssuer, ...] = ()
     ray: RaySettings = RaySettings()
     fleet: FleetSettings = field(default_factory=FleetSettings)
     policy: PolicySettings = field(default_factory=PolicySettings)
