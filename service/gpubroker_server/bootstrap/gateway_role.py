@@ -146,6 +146,8 @@ class GatewayRole:
         self._server = QuietServer(config)
         follower.listen(self._waiters.on_events)
         follower.on_reread.append(lambda _fault: self._waiters.wake_all())
+        follower.listen(parts.subscriptions.on_events)
+        follower.on_reread.append(lambda _fault: parts.subscriptions.end_all())
 
     async def begin(self) -> None:
         await self._tokens.load()
@@ -191,8 +193,9 @@ class GatewayRole:
                 await host.close()
 
     def drain(self) -> None:
-        """Report that this process ends, and answer waiting requests now."""
+        """Report that this process ends, answer waiting requests now, and end the event streams."""
         self._waiters.close()
+        self._parts.subscriptions.close()
 
     def stop(self, most_seconds: float) -> None:
         """Accept no new requests. Requests under way may be answered within `most_seconds`."""

@@ -41,6 +41,12 @@ class Answering:
         is_place = name.lower() == b"location" and value.startswith(b"/")
         return self._prefix + value if is_place else value
 
+    def abort(self) -> None:
+        """Close the connection at once. What the client has not taken of the answer is dropped."""
+        cycle = getattr(self._send, "__self__", None)
+        if isinstance(cycle, RequestResponseCycle):
+            cycle.transport.abort()
+
     def write_json(self, status: int, text: bytes, headers: Mapping[str, str] | None) -> bool:
         """Write the whole answer at once, and return True, or return False if that is not possible.
 
