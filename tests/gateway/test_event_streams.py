@@ -23,7 +23,8 @@ from tests.patience import PATIENCE_SECONDS
 
 async def logged(client: Client, path: str = "/events", **params: Any) -> list[dict[str, Any]]:
     """Return all events of the JSON form, page by page."""
-    found, after = [], 0
+    found: list[dict[str, Any]] = []
+    after = 0
     while True:
         page = (await client.get(path, params={"limit": 500, **params, "after": after})).json()
         if page["next_after"] == after:
@@ -186,8 +187,9 @@ async def two_tenants(gateway: Gateway, api: Client) -> None:
 
 @pytest.mark.parametrize("params", FILTERS.values(), ids=FILTERS.keys())
 async def test_filters_mean_the_same_in_both_forms(
-    gateway: Gateway, api: Client, params: dict[str, Any]
+    gateway: Gateway, api: Client, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stream, "BEAT_SECONDS", 0.05)
     async with listening(gateway, api, **params) as listener:
         await two_tenants(gateway, api)
         live = [message.data for message in await listener.through(gateway.world.position)]
@@ -205,7 +207,7 @@ async def test_tasks_filter_names_tasks_arrays_and_sets(gateway: Gateway, api: C
     await api.submit()
     task = await api.submit()
     wanted = {task, *(worker["id"] for worker in array["workers"])}
-    params = {"task": f"{task},{array['id']}", "kind": "task.submitted"}
+    params: dict[str, Any] = {"task": f"{task},{array['id']}", "kind": "task.submitted"}
     async with listening(gateway, api, **params) as listener:
         messages = await listener.through(gateway.world.position)
     assert {message.data["key"] for message in messages} == wanted
@@ -236,8 +238,9 @@ VIEWERS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("scopes", VIEWERS.values(), ids=VIEWERS.keys())
 async def test_stream_shows_what_the_json_form_shows(
-    gateway: Gateway, api: Client, scopes: tuple[str, ...]
+    gateway: Gateway, api: Client, scopes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stream, "BEAT_SECONDS", 0.05)
     viewer = await gateway.client("viewer", *scopes, tenant="zeta")
     async with listening(gateway, viewer) as listener:
         victim = await viewer.submit(resources={"gpu_mb": 60 * GIB}, priority=10)
@@ -425,14 +428,14 @@ async def test_open_streams_of_a_gateway_are_limited() -> None:
 
 async def test_streams_of_many_tasks_get_their_own_events_only(gateway: Gateway, api: Client) -> None:
     tasks = [await api.submit() for _ in range(20)]
-    streams = [listening(gateway, api, f"/tasks/{task}/events", last=0) for task in tasks]
-    open_streams: list[Listener] = [await stream.__aenter__() for stream in streams]
+    contexts = [listening(gateway, api, f"/tasks/{task}/events", last=0) for task in tasks]
+    open_streams: list[Listener] = [await context.__aenter__() for context in contexts]
     for task in reversed(tasks):
         await gateway.end(task)
     for task, listener in zip(tasks, open_streams, strict=True):
         messages = await listener.rest()
         assert {m.data["key"] for m in messages if m.event.startswith("task.")} == {task}
         assert messages[-1].event == "end"
-    for stream in streams:
-        await stream.__aexit__(None, None, None)
+    for context in contexts:
+        await context.__aexit__(None, None, None)
     assert len(gateway.parts.subscriptions) == 0
