@@ -13,8 +13,10 @@ import re
 import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import uvloop
@@ -27,6 +29,9 @@ from bench.load import ClosedLoop
 from bench.measuring import Figure, Pair, compared, percentile, report
 from bench.processes import Service
 
+PRIORITIES = 7
+"""The number of priorities that tasks get in turn. It must not divide the number of tasks: a task whose
+priority stays the same has no event."""
 OPEN_SECONDS = 120.0
 ARRIVAL_SECONDS = 30.0
 """The time in which the last events must arrive after the load has ended."""
@@ -50,6 +55,12 @@ class Heard(NamedTuple):
     lost: int
 
 
+class Load(NamedTuple):
+    per_second: float
+    cpu_us: float
+    """The CPU time of the service for each accepted task."""
+
+
 class Listeners(ChildProcess):
     module = "bench.listeners"
 
@@ -58,10 +69,10 @@ class Listeners(ChildProcess):
         ports = [[gateway.port, gateway.token] for gateway in gateways]
         self.ask(gateways=ports, tasks=list(tasks), unfiltered=unfiltered)
 
-    def stop(self, position: int, changes: dict[str, int]) -> Heard:
-        """Wait until the streams have reached a position of the log, close them, and return what they
-        received. `changes` maps a followed task to the number of its changes."""
-        return Heard(**self.ask(position=position, changes=changes))
+    def stop(self, positions: Sequence[int], changes: Mapping[str, Sequence[int]]) -> Heard:
+        """Wait until the streams have had these positions of the log, close them, and return what they
+        received. `changes` maps a followed task to the positions of its changes."""
+        return Heard(**self.ask(positions=list(positions), changes=dict(changes)))
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
@@ -78,6 +89,7 @@ def _measured(running: Deployment, variant: str, options: Namespace) -> Iterator
     tasks = [first.ask("POST", "/tasks", TASK)["id"] for _ in range(options.listeners)]
     pairs: list[Pair] = []
     delays_ms: list[float] = []
+    cpu: list[Pair] = []
     lost = accepted = 0
     targets = [
         Target(gateway.port, "POST", "/tasks", gateway.headers, json.dumps(TASK))
@@ -85,29 +97,37 @@ def _measured(running: Deployment, variant: str, options: Namespace) -> Iterator
     ]
     with ClosedLoop() as load, Listeners() as listeners:
 
-        def submits() -> tuple[float, dict[str, int]]:
-            """Return the accepted tasks per second, and the changes that were made meanwhile."""
-            with Changes(first, tasks) as changes:
+        def submits() -> Load:
+            """Accept tasks as fast as possible, while the followed tasks change."""
+            before = cpu_seconds_of(running)
+            with changing(first, tasks):
                 measured = load.measure(*targets, connections=options.connections, seconds=options.seconds)
+            count = len(measured.must_all_be(202).latencies_ms)
             nonlocal accepted
-            accepted += len(measured.latencies_ms)
-            return measured.must_all_be(202).per_second, changes.made
+            accepted += count
+            return Load(measured.per_second, 1e6 * (cpu_seconds_of(running) - before) / count)
 
         submits()
         for number in range(1, options.rounds + 1):
             running.wait_until_idle()
-            alone, _ = submits()
+            alone = submits()
             running.wait_until_idle()
+            start = head_of(first)
             listeners.listen(running.gateways, tasks, options.unfiltered)
-            beside, made = submits()
-            heard = listeners.stop(first.ask("GET", "/events?last=0")["next_after"], made)
-            pairs.append(Pair(beside, alone))
+            beside = submits()
+            heard = listeners.stop(range(start + 1, head_of(first) + 1), changes_of(first, tasks, start))
+            pairs.append(Pair(beside.per_second, alone.per_second))
+            cpu.append(Pair(beside.cpu_us, alone.cpu_us))
             delays_ms += heard.delays_ms
             lost += heard.lost
             behind = percentile(heard.delays_ms, 99)
-            report(f"  round {number}: {beside:,.0f}/s, alone {alone:,.0f}/s, p99 {behind:.0f} ms behind")
+            report(
+                f"  round {number}: {beside.per_second:,.0f}/s, {beside.cpu_us:,.0f} µs; alone "
+                f"{alone.per_second:,.0f}/s, {alone.cpu_us:,.0f} µs; p99 {behind:.0f} ms behind"
+            )
     name, durability = prefix_of("listeners", variant), running.durability
     yield compared("listeners", f"{name}.accepted", "tasks/s", pairs, accepted, durability)
+    yield compared("listeners", f"{name}.cpu_us", "us/task", cpu, accepted, durability)
     values = {
         "lost_events": (float(lost), "events"),
         "p50_ms": (percentile(delays_ms, 50), "ms"),
@@ -118,32 +138,49 @@ def _measured(running: Deployment, variant: str, options: Namespace) -> Iterator
         yield Figure("listeners", f"{name}.{figure}", value, unit, len(delays_ms), durability)
 
 
-class Changes:
-    """Changes the priority of one task after another, in a thread, during the with-block."""
+def cpu_seconds_of(running: Deployment) -> float:
+    """Return the CPU time that the processes of the service have used."""
+    processes = [gateway.process for gateway in running.gateways]
+    broker = [] if running.broker is None else [running.broker]
+    return float(sum(sum(process.cpu_times()[:2]) for process in (*processes, *broker)))
 
-    def __init__(self, gateway: Service, tasks: Sequence[str]) -> None:
-        self.made = dict.fromkeys(tasks, 0)
-        self._gateway = gateway
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._change)
 
-    def __enter__(self) -> "Changes":
-        self._thread.start()
-        return self
+@contextmanager
+def changing(gateway: Service, tasks: Sequence[str]) -> Iterator[None]:
+    """Change the priority of one task after another, in a thread, during the with-block."""
+    is_over = threading.Event()
 
-    def __exit__(self, *_exit: object) -> None:
-        self._is_over.set()
-        self._thread.join()
+    def change() -> None:
+        for task, priority in zip(cycle(tasks), cycle(range(10, 10 + PRIORITIES)), strict=False):
+            if is_over.is_set():
+                return
+            gateway.ask("PATCH", f"/tasks/{task}", {"priority": priority})
 
-    def _change(self) -> None:
-        priority = 0
-        while not self._is_over.is_set():
-            priority = 10 + (priority + 1) % 10
-            for task in self.made:
-                if self._is_over.is_set():
-                    return
-                answer = self._gateway.ask("PATCH", f"/tasks/{task}", {"priority": priority})
-                self.made[task] += answer["priority"] == priority
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def head_of(gateway: Service) -> int:
+    """Return the position of the newest event of the log."""
+    return int(gateway.ask("GET", "/events?last=0")["next_after"])
+
+
+def changes_of(gateway: Service, tasks: Sequence[str], after: int) -> dict[str, list[int]]:
+    """Return the positions of the changes of each task after a position of the log."""
+    found: dict[str, list[int]] = {task: [] for task in tasks}
+    while True:
+        page = gateway.ask("GET", f"/events?kind=task.changed&limit=500&after={after}")
+        for event in page["items"]:
+            if event["key"] in found:
+                found[event["key"]].append(event["position"])
+        if page["next_after"] == after:
+            return found
+        after = page["next_after"]
 
 
 # In the process of the listeners.
@@ -154,7 +191,8 @@ class _Listener:
 
     def __init__(self, task: str | None) -> None:
         self.task = task
-        self.reached = 0
+        self.began = self.reached = 0
+        """The positions up to which the log was read when the stream began, and now."""
         self.heard: list[tuple[int, str, float]] = []
         """The position, the kind and the delay in ms of each event."""
         self._writer: asyncio.StreamWriter | None = None
@@ -189,6 +227,7 @@ class _Listener:
             self.reached = int(found[1])
         elif b"\nid: " in message:
             self.reached = max(self.reached, int(message.rpartition(b": ")[2]))
+            self.began = self.began or self.reached
 
     async def close(self) -> None:
         self._reading.cancel()
@@ -217,43 +256,36 @@ class _Process:
         async with asyncio.timeout(OPEN_SECONDS):
             for number, listener in enumerate(self._open):
                 await listener.open(*gateways[number % len(gateways)])
-            while not all(listener.reached for listener in self._open):  # noqa: ASYNC110  # messages
+            while not all(listener.began for listener in self._open):  # noqa: ASYNC110  # messages
                 await asyncio.sleep(0.01)
 
-    async def _stop(self, position: int, changes: dict[str, int]) -> dict[str, Any]:
-        began = {listener: listener.heard[0][0] for listener in self._open if listener.heard}
+    async def _stop(self, positions: list[int], changes: dict[str, list[int]]) -> dict[str, Any]:
+        def expected(listener: _Listener) -> list[int]:
+            of_log = positions if listener.task is None else changes[listener.task]
+            return [position for position in of_log if position > listener.began]
 
-        def has_arrived(listener: _Listener) -> bool:
-            if listener.task is None:
-                return listener.reached >= position
-            return len(changed(listener)) >= changes[listener.task]
-
-        try:
+        last = {listener: max(expected(listener), default=0) for listener in self._open}
+        with suppress(TimeoutError):  # What has not come counts as lost.
             async with asyncio.timeout(ARRIVAL_SECONDS):
-                while not all(map(has_arrived, self._open)):  # noqa: ASYNC110  # messages
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
-            pass  # What has not come counts as lost.
+                while any(listener.reached < last[listener] for listener in self._open):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)  # while messages arrive
         lost = 0
         for listener in self._open:
-            positions = [one for one, _, _ in listener.heard]
-            if listener.task is None:
-                first = began.get(listener, position)
-                lost += lost_of(positions, range(first, max(position, first) + 1))
-            else:
-                lost += abs(changes[listener.task] - len(changed(listener)))
+            found = [
+                position
+                for position, kind, _ in listener.heard
+                if listener.task is None or kind == "task.changed"
+            ]
+            lost += lost_of(found, expected(listener))
             await listener.close()
         return {"delays_ms": [ms for one in self._open for _, _, ms in one.heard], "lost": lost}
 
 
-def changed(listener: _Listener) -> list[int]:
-    return [position for position, kind, _ in listener.heard if kind == "task.changed"]
-
-
-def lost_of(positions: Sequence[int], expected: range) -> int:
-    """Return the number of events that did not arrive exactly once and in their order. Events after the
-    expected ones do not count."""
-    found = [position for position in positions if position < expected.stop]
+def lost_of(positions: Sequence[int], expected: Sequence[int]) -> int:
+    """Return the number of events that did not arrive exactly once and in their order. Events after the last
+    expected one do not count."""
+    last = expected[-1] if expected else 0
+    found = [position for position in positions if position <= last]
     if found == list(expected):
         return 0
     distinct = len(set(found))

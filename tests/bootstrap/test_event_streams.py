@@ -12,6 +12,7 @@ from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
+from tests.triton.server import free_ports
 
 
 def followed(service: ServiceProcess, found: list[Event]) -> None:
@@ -26,7 +27,8 @@ def followed(service: ServiceProcess, found: list[Event]) -> None:
 @pytest.mark.parametrize("how", ["terminate", "kill_9"])
 def test_followed_log_goes_on_with_the_next_process(tmp_path: Path, how: str) -> None:
     """Without a gap and without a repetition."""
-    with ForkedService(tmp_path / "data", **WAITING) as service:
+    [port] = free_ports(1)
+    with ForkedService(tmp_path / "data", port=port, **WAITING) as service:
         found: list[Event] = []
         reader = threading.Thread(target=followed, args=(service, found), daemon=True)
         reader.start()
@@ -39,6 +41,7 @@ def test_followed_log_goes_on_with_the_next_process(tmp_path: Path, how: str) ->
         reader.join(PATIENCE_SECONDS)
         assert not reader.is_alive()
         kept = [event.position for event in service.broker.events()]
+        assert found[-1].fields["name"] == "last"
         assert [event.position for event in found] == kept[: len(found)]
 
 

@@ -61,9 +61,10 @@ class Selection(Struct, frozen=True):
             return True  # The log is only read for these tasks.
         if self.tenant is not None:
             return event.tenant == self.tenant
+        if self.identity.may_see(event.tenant):
+            return True
         is_of_cluster = not event.tenant and task_of(event) is None
-        may_see_cluster = is_of_cluster and self.identity.may(Scope.CLUSTER_READ)
-        return self.identity.may_see(event.tenant) or may_see_cluster
+        return is_of_cluster and self.identity.may(Scope.CLUSTER_READ)
 
 
 class LabelledTasks:

@@ -7,7 +7,6 @@ from typing import Final
 from gpubroker.wire.answered import encode
 from gpubroker.wire.events import StreamEnd
 from gpubroker.wire.tasks import TaskState as ShownState
-from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -23,7 +22,7 @@ from gpubroker_server.gateway.events.selection import (
 from gpubroker_server.gateway.events.showing import bookmark, message
 from gpubroker_server.gateway.parts import AppParts
 from gpubroker_server.gateway.status.wholes import Whole, standing_of
-from gpubroker_server.http.answering import Answering
+from gpubroker_server.http.answering import ClientStalled
 from gpubroker_server.http.subscriptions import Arrival, Subscription
 from gpubroker_server.ports.store import StoreUnavailable, TaskRecord
 
@@ -31,10 +30,12 @@ EVENT_STREAM: Final = "text/event-stream"
 
 BEAT_SECONDS: Final = Seconds(15.0)
 """The time between two heartbeats. Proxies usually close connections that are silent for 60 s."""
+PACE_SECONDS: Final = Seconds(0.02)
+"""The shortest time between two sends of new events to one client. If commits are more frequent, each send
+has the events of several: most of the cost is per send."""
 STALL_SECONDS: Final = Seconds(10.0)
 """The time after which a client that takes nothing is disconnected."""
 
-_ABORT_SECONDS: Final = 1.0
 _PAGE_EVENTS: Final = 200
 _CHUNK_BYTES: Final = 64 * 1024
 _RETRY: Final = b"retry: 3000\n\n"
@@ -169,12 +170,13 @@ class EventStream:
         """Yield what is committed from now on, until the stream is done, or more was committed than is
         queued."""
         subscription, now = self._subscription, asyncio.get_running_loop().time
-        beat_at = now() + BEAT_SECONDS
+        beat_at, next_at = now() + BEAT_SECONDS, 0.0
         while not (self._is_done or subscription.is_behind):
             arrivals, position = subscription.take(), self._parts.world.position
             fresh = [arrival for arrival in arrivals if arrival.event.position > self._at]
             async for chunk in self._messages(fresh):
                 yield chunk
+                next_at = now() + PACE_SECONDS
             self._at = max(self._at, position)
             for arrival in fresh:
                 if self._followed is not None:
@@ -184,17 +186,21 @@ class EventStream:
                 holder = self._parts.tokens.identify(self._secret)
                 self._is_cut = holder != self._selection.identity
                 yield bookmark(self._at)
-            elif not fresh:
+            if not self._is_done:
                 await subscription.has_news(Seconds(beat_at - now()))
+                if now() < next_at:
+                    await asyncio.sleep(next_at - now())
 
     async def _messages(self, arrivals: Sequence[Arrival]) -> AsyncIterator[bytes]:
         """Yield the messages of the events that the stream has, in chunks. Between two chunks other requests
         have their turn."""
         selected = [arrival for arrival in arrivals if self._selection.wants(arrival.event)]
-        kept = {event.position for event in await self._labelled.of([one.event for one in selected])}
-        selected = [arrival for arrival in selected if arrival.event.position in kept]
         events = [arrival.event for arrival in selected]
-        hidden = await hidden_tasks(self._parts.records.store, self._selection.identity, events)
+        labelled = await self._labelled.of(events)
+        if len(labelled) < len(events):
+            kept = {event.position for event in labelled}
+            selected = [arrival for arrival in selected if arrival.event.position in kept]
+        hidden = await hidden_tasks(self._parts.records.store, self._selection.identity, labelled)
         for number, chunk in enumerate(_chunks(_text_of(arrival, hidden) for arrival in selected)):
             if number:
                 await asyncio.sleep(0)
@@ -238,10 +244,7 @@ class EventStreamResponse(StreamingResponse):
                 async with asyncio.timeout(STALL_SECONDS):
                     await send(sent)
             except TimeoutError:
-                if isinstance(send, Answering):
-                    send.abort()
-                await asyncio.sleep(_ABORT_SECONDS)  # The disconnect cancels this task.
-                raise ClientDisconnect from None
+                raise ClientStalled from None
 
         try:
             await super().__call__(scope, receive, send_in_time)
