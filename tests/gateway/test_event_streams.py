@@ -291,6 +291,20 @@ async def test_last_event_id_goes_before_the_query(gateway: Gateway, api: Client
     assert (await api.get("/events", headers={"Last-Event-ID": "3"})).json()["items"] == whole
 
 
+async def test_of_two_accepted_forms_the_first_is_given(gateway: Gateway, api: Client) -> None:
+    task = await api.submit()
+    await gateway.end(task)
+    for accept, given in {
+        "text/event-stream": "text/event-stream",
+        "Text/Event-Stream;q=0.9, application/json": "text/event-stream",
+        "*/*, text/event-stream": "text/event-stream",
+        "application/json, text/event-stream": "application/json",
+        "*/*": "application/json",
+    }.items():
+        answer = await api.get(f"/tasks/{task}/events", headers={"Accept": accept})
+        assert answer.headers["content-type"].partition(";")[0] == given
+
+
 async def test_pruned_position_is_gone_and_names_the_oldest(gateway: Gateway, api: Client) -> None:
     task = await api.submit()
     gateway.clock.advance(100)

@@ -15,6 +15,7 @@ from gpubroker_server.gateway.events.showing import shown
 from gpubroker_server.gateway.events.stream import EVENT_STREAM, EventStream, EventStreamResponse, Followed
 from gpubroker_server.gateway.parts import AppParts, Parts
 from gpubroker_server.gateway.status.wholes import whole_of
+from gpubroker_server.http.answering import JSON
 from gpubroker_server.http.bodies import LABELS_PARAMETER, LabelQuery
 from gpubroker_server.http.identity import Scope
 from gpubroker_server.http.problems import Problem
@@ -92,8 +93,11 @@ class Asked(NamedTuple):
 
     @property
     def wants_stream(self) -> bool:
-        accepted = self.call.header(b"accept") or ""
-        return any(kind.partition(";")[0].strip().lower() == EVENT_STREAM for kind in accepted.split(","))
+        """True if the request accepts a stream. Of a stream and JSON, the one that it names first counts:
+        generated clients name all that the document lists, and cannot read a stream."""
+        accepted = (self.call.header(b"accept") or "").lower().split(",")
+        kinds = [kind.partition(";")[0].strip() for kind in accepted]
+        return EVENT_STREAM in kinds and JSON not in kinds[: kinds.index(EVENT_STREAM)]
 
     async def of(self, events: Sequence[Event]) -> Sequence[Event]:
         return await self.labelled.of([event for event in events if self.selection.wants(event)])
