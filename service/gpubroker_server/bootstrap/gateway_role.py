@@ -144,10 +144,15 @@ class GatewayRole:
         self._calls = None if plane is None else self._grpc_port(plane)
         self._closing: asyncio.Task[None] | None = None
         self._server = QuietServer(config)
+        self._follow(follower)
+
+    def _follow(self, follower: LogFollower) -> None:
+        """Have requests that wait, and event streams, get what the follower reads."""
+        subscriptions = self._parts.subscriptions
         follower.listen(self._waiters.on_events)
+        follower.listen(subscriptions.on_events)
         follower.on_reread.append(lambda _fault: self._waiters.wake_all())
-        follower.listen(parts.subscriptions.on_events)
-        follower.on_reread.append(lambda _fault: parts.subscriptions.end_all())
+        follower.on_reread.append(lambda _fault: subscriptions.end_all())
 
     async def begin(self) -> None:
         await self._tokens.load()

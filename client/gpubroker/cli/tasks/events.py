@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Group
@@ -84,25 +84,25 @@ def events(
         wanted = None if task is None else task_id(broker, task)
         last = 50 if last is None and wanted is None else last
         options: EventOptions = {"after": after or 0} if after is not None or last is None else {"last": last}
-        if kind:
-            options["kind"] = kind
-        if label:
-            options["labels"] = parsing.pairs(label, "--label")
-        if tenant:
-            options["tenant"] = tenant
-        if output is Format.JSON and not follow:
-            listed = list(broker.events(wanted, **options))
-            emit_all(output, listed, lambda events: Group(*map(_event_line, events)))
+        given = {"kind": kind, "labels": parsing.pairs(label or [], "--label"), "tenant": tenant}
+        options |= cast("EventOptions", {name: value for name, value in given.items() if value})
+        _print(broker, wanted, options, follow, output)
+
+
+def _print(broker: Broker, wanted: str | None, options: EventOptions, follow: bool, output: Format) -> None:
+    if output is Format.JSON and not follow:
+        listed = list(broker.events(wanted, **options))
+        emit_all(output, listed, lambda events: Group(*map(_event_line, events)))
+        return
+    try:
+        if output is Format.TABLE:
+            for line in _lines_of(broker.events(wanted, follow=follow, **options)):
+                print_drawn(line)
             return
-        try:
-            if output is Format.TABLE:
-                for line in _lines_of(broker.events(wanted, follow=follow, **options)):
-                    print_drawn(line)
-                return
-            for event in broker.events(wanted, follow=follow, **options):
-                emit(Format.NDJSON, event, _event_line)
-        except KeyboardInterrupt:
-            return
+        for event in broker.events(wanted, follow=follow, **options):
+            emit(Format.NDJSON, event, _event_line)
+    except KeyboardInterrupt:
+        return
 
 
 def _lines_of(events: Iterable[Event]) -> Iterator[Text]:

@@ -61,7 +61,7 @@ class EventQuery(KindQuery):
     ] = None
 
 
-class LogQuery(EventQuery, LabelQuery):
+class EventLogQuery(EventQuery, LabelQuery):
     task: Annotated[
         list[Annotated[str, Field(max_length=100)]],
         Field(
@@ -80,7 +80,7 @@ class LogQuery(EventQuery, LabelQuery):
     ] = None
 
 
-class Asked(NamedTuple):
+class EventRequest(NamedTuple):
     """The events that a request asks for."""
 
     call: Call
@@ -127,7 +127,7 @@ async def list_task_events(
     followed = Followed(record, await whole_of(parts.records.store, record))
     selection = Selection(call.identity, tuple(query.kind), followed.tasks)
     labelled = LabelledTasks(parts.records.store, {})
-    return await _answer(Asked(call, parts, query, selection, labelled, last_event_id), followed)
+    return await _answer(EventRequest(call, parts, query, selection, labelled, last_event_id), followed)
 
 
 @resource.route(
@@ -140,7 +140,7 @@ async def list_task_events(
     openapi_extra={"parameters": [LABELS_PARAMETER]},
 )
 async def list_events(
-    call: Call, parts: Parts, query: Annotated[LogQuery, Query()], last_event_id: LastEventId = None
+    call: Call, parts: Parts, query: Annotated[EventLogQuery, Query()], last_event_id: LastEventId = None
 ) -> Response:
     """Read the log, oldest first: your tenant's events, and with `cluster:read` those of nodes and devices.
 
@@ -151,7 +151,7 @@ async def list_events(
     tasks = None if not query.task else await _tasks_named(call, parts, query.task)
     selection = Selection(call.identity, tuple(query.kind), tasks, tenant)
     labelled = LabelledTasks(parts.records.store, query.labels)
-    return await _answer(Asked(call, parts, query, selection, labelled, last_event_id))
+    return await _answer(EventRequest(call, parts, query, selection, labelled, last_event_id))
 
 
 async def _tasks_named(call: Call, parts: AppParts, named: Sequence[str]) -> tuple[TaskId, ...]:
@@ -165,17 +165,17 @@ async def _tasks_named(call: Call, parts: AppParts, named: Sequence[str]) -> tup
     return tuple(tasks)
 
 
-async def _answer(asked: Asked, followed: Followed | None = None) -> Response:
-    if asked.wants_stream:
-        return await _stream(asked, followed)
-    query, store = asked.query, asked.parts.records.store
+async def _answer(request: EventRequest, followed: Followed | None = None) -> Response:
+    if request.wants_stream:
+        return await _stream(request, followed)
+    query, store = request.query, request.parts.records.store
     if query.last is not None:
         head = await store.head()
-        newest = await _newest(asked, query.last, head)
-        return answer(await _page(asked, newest, max(head, newest[-1].position if newest else head)))
-    limit = min(query.limit, asked.parts.records.page_items)
-    events = await store.events(Position(query.after), limit, asked.selection.tasks)
-    page = await _page(asked, await asked.of(events), events[-1].position if events else query.after)
+        newest = await _newest(request, query.last, head)
+        return answer(await _page(request, newest, max(head, newest[-1].position if newest else head)))
+    limit = min(query.limit, request.parts.records.page_items)
+    events = await store.events(Position(query.after), limit, request.selection.tasks)
+    page = await _page(request, await request.of(events), events[-1].position if events else query.after)
     # The oldest position was read after the events, so that a removal between the two reads is noticed.
     _check_kept(query.after, Position(page.oldest))
     if not events:
@@ -183,15 +183,20 @@ async def _answer(asked: Asked, followed: Followed | None = None) -> Response:
     return answer(page)
 
 
-async def _stream(asked: Asked, followed: Followed | None) -> EventStreamResponse:
+async def _stream(request: EventRequest, followed: Followed | None) -> EventStreamResponse:
     """Return a stream, from the position that the client has reached, or else from where the query says.
     Raises Problem events-gone or event-streams-full."""
-    call, parts, selection, store = asked.call, asked.parts, asked.selection, asked.parts.records.store
+    call, parts, selection, store = (
+        request.call,
+        request.parts,
+        request.selection,
+        request.parts.records.store,
+    )
     newest: Sequence[Event] = ()
-    start = Position(asked.query.after if asked.resumes_at is None else asked.resumes_at)
-    if asked.resumes_at is None and asked.query.last is not None:
+    start = Position(request.query.after if request.resumes_at is None else request.resumes_at)
+    if request.resumes_at is None and request.query.last is not None:
         start = await store.head()
-        newest = [one for one in await _newest(asked, asked.query.last, start) if one.position <= start]
+        newest = [one for one in await _newest(request, request.query.last, start) if one.position <= start]
     _check_kept(start, await store.oldest())
     _check_reached(start, await store.head())
 
@@ -201,46 +206,46 @@ async def _stream(asked: Asked, followed: Followed | None) -> EventStreamRespons
     tenants = None if selection.tasks is not None else selection.tenants
     subscription = parts.subscriptions.open(call.identity.name, wants, tasks=selection.tasks, tenants=tenants)
     secret = (call.header(b"authorization") or "").partition(" ")[2].strip()
-    stream = EventStream(parts, selection, asked.labelled, subscription, secret, followed)
+    stream = EventStream(parts, selection, request.labelled, subscription, secret, followed)
     return EventStreamResponse(stream.text(newest, start), subscription)
 
 
-async def _newest(asked: Asked, last: int, head: Position) -> Sequence[Event]:
+async def _newest(request: EventRequest, last: int, head: Position) -> Sequence[Event]:
     """Return the newest `last` of the events that are asked for."""
     if not last:
         return ()
-    tasks = asked.selection.tasks
-    return await (_newest_of_log(asked, last, head) if tasks is None else _newest_of_tasks(asked, last))
+    tasks = request.selection.tasks
+    return await (_newest_of_log(request, last, head) if tasks is None else _newest_of_tasks(request, last))
 
 
-async def _newest_of_log(asked: Asked, last: int, head: Position) -> Sequence[Event]:
+async def _newest_of_log(request: EventRequest, last: int, head: Position) -> Sequence[Event]:
     """Return the newest `last` events of the whole log that are asked for. The log is read backwards from its
     head in windows, of which there are at most `MOST_WINDOWS`."""
-    store = asked.parts.records.store
+    store = request.parts.records.store
     found: list[Event] = []
     end, oldest = head, await store.oldest()
     for _ in range(MOST_WINDOWS):
         start = Position(max(oldest - 1, end - WINDOW))
         inside = [event for event in await store.events(start, WINDOW) if event.position <= end]
-        found = [*await asked.of(inside), *found]
+        found = [*await request.of(inside), *found]
         end = start
         if len(found) >= last or end < oldest:
             break
     return found[-last:]
 
 
-async def _newest_of_tasks(asked: Asked, last: int) -> Sequence[Event]:
+async def _newest_of_tasks(request: EventRequest, last: int) -> Sequence[Event]:
     newest: deque[Event] = deque(maxlen=last)
     after = Position(0)
-    while events := await asked.parts.records.store.events(after, WINDOW, asked.selection.tasks):
-        newest.extend(await asked.of(events))
+    while events := await request.parts.records.store.events(after, WINDOW, request.selection.tasks):
+        newest.extend(await request.of(events))
         after = events[-1].position
     return list(newest)
 
 
-async def _page(asked: Asked, events: Sequence[Event], next_after: int) -> EventPage:
-    store = asked.parts.records.store
-    hidden = await hidden_tasks(store, asked.selection.identity, events)
+async def _page(request: EventRequest, events: Sequence[Event], next_after: int) -> EventPage:
+    store = request.parts.records.store
+    hidden = await hidden_tasks(store, request.selection.identity, events)
     return EventPage(tuple(shown(event, hidden) for event in events), next_after, await store.oldest())
 
 
