@@ -422,6 +422,7 @@ async def test_open_streams_of_a_token_are_limited() -> None:
             assert (await api.get("/events")).status_code == 200
             async with listening(gateway, other) as listener:
                 assert listener.status == 200
+                assert "\ngpubroker_event_streams 3.0\n" in (await api.get("/metrics")).text
         async with listening(gateway, api) as listener:
             assert listener.status == 200
 
