@@ -11,6 +11,7 @@ import pytest
 from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.gateway.events import stream
+from gpubroker_server.gateway.parts import AppParts
 from gpubroker_server.http import subscriptions
 
 from tests.builders import GIB, NOW
@@ -163,6 +164,22 @@ async def test_worker_set_stream_ends_when_the_set_is_cancelled(gateway: Gateway
         await api.post(f"/tasks/{seen['id']}/cancel", json={"grace_seconds": 1.0})
         end = (await listener.rest())[-1]
     assert end.data == {"task": seen["id"], "state": "cancelled"}
+
+
+async def test_end_between_reading_states_and_log_is_noticed(
+    gateway: Gateway, api: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event of the end is then read from the log, and comes a second time from the queue."""
+    task, read_states = await api.submit(), stream.Followed.read_states
+
+    async def end_after(followed: stream.Followed, parts: AppParts) -> None:
+        await read_states(followed, parts)
+        await gateway.end(task)
+
+    monkeypatch.setattr(stream.Followed, "read_states", end_after)
+    async with listening(gateway, api, f"/tasks/{task}/events") as listener:
+        messages = await listener.rest()
+    assert [m.event for m in messages][-2:] == ["task.succeeded", "end"]
 
 
 FILTERS: dict[str, dict[str, Any]] = {
@@ -395,6 +412,7 @@ async def test_streams_end_cleanly_with_the_gateway(gateway: Gateway, api: Clien
 
 async def test_streams_end_if_their_gateway_missed_events(gateway: Gateway, api: Client) -> None:
     async with listening(gateway, api) as listener:
+        await until(lambda: listener.beats)  # It has read the log, and waits for what is yet to come.
         await listener.through(gateway.world.position)
         gateway.hears = False
         await api.submit()

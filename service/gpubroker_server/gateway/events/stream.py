@@ -178,9 +178,6 @@ class EventStream:
                 yield chunk
                 next_at = now() + PACE_SECONDS
             self._at = max(self._at, position)
-            for arrival in fresh:
-                if self._followed is not None:
-                    self._followed.note(arrival.event)
             if now() >= beat_at:
                 beat_at = now() + BEAT_SECONDS
                 holder = self._parts.tokens.identify(self._secret)
@@ -194,6 +191,9 @@ class EventStream:
     async def _messages(self, arrivals: Sequence[Arrival]) -> AsyncIterator[bytes]:
         """Yield the messages of the events that the stream has, in chunks. Between two chunks other requests
         have their turn."""
+        if self._followed is not None:
+            for arrival in arrivals:
+                self._followed.note(arrival.event)
         selected = [arrival for arrival in arrivals if self._selection.wants(arrival.event)]
         events = [arrival.event for arrival in selected]
         labelled = await self._labelled.of(events)
