@@ -61,6 +61,18 @@ def test_arguments_larger_than_a_request_arrive_as_they_are(broker: Broker) -> N
     assert list(broker.map(lambda item: float(item[0]), items, cpu=0.1)) == [0.0, 1.0, 2.0]
 
 
+def test_function_that_refers_to_more_than_a_request_runs_with_it(broker: Broker) -> None:
+    table = np.ones(1_200_000)
+
+    def total(first: float, *, more: float = 0.0) -> float:
+        table[0] += 1.0  # its own copy, which it may change
+        return float(table.sum()) + first + more
+
+    task = broker.submit(total, 7, kwargs={"more": 0.5}, cpu=1)
+    assert broker.result(task) == 1_200_008.5
+    assert list(broker.map(total, [1.0, 2.0], cpu=0.1, max_parallel=2)) == [1_200_002.0, 1_200_003.0]
+
+
 def test_arguments_of_calls_larger_than_a_request_arrive_as_they_are(broker: Broker) -> None:
     class Doubler:
         def doubled(self, array: Any, more: bytes) -> tuple[float, str, int]:
