@@ -47,6 +47,21 @@ def test_arguments_and_items_of_an_array_are_objects(broker: Broker) -> None:
     until(lambda: not list(broker.list(state=OPEN)), "the workers end")
 
 
+def test_node_shows_how_much_of_its_object_store_is_used(broker: Broker) -> None:
+    named = broker.put(np.ones(4_000_000))
+    assert broker.result(broker.submit(lambda array: array.size, named, cpu=0.1)) == 4_000_000
+
+    def used_mb() -> int:
+        [node] = broker.nodes().items
+        store = node.measured.object_store if node.measured else None
+        return (store.used_mb or 0) if store else 0
+
+    until(lambda: used_mb() >= 30, "the object that the node keeps counts as used")
+    headers = {"Authorization": f"Bearer {broker.connection.token}"}
+    metrics = httpx.get(f"{broker.connection.url}/metrics", headers=headers).text
+    assert "gpubroker_node_object_store_used_bytes{" in metrics
+
+
 def doubled(array: Any, *, more: bytes) -> tuple[float, str, int]:
     array *= 2  # its own
     return float(array.sum()), type(more).__name__, len(more)

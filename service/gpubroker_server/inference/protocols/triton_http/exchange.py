@@ -296,8 +296,10 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             if len(self._held_body) > _LONGEST_MESSAGE_BYTES:
                 self._let_through()
             return
-        if self._error_begins is not None and (at := data.find(self._error_begins)) >= 0:
-            if says_dead(data[at : at + _LONGEST_MESSAGE_BYTES].decode("utf-8", "replace")):
+        if self._error_begins is not None:
+            at = data.find(self._error_begins)
+            error = b"" if at < 0 else data[at : at + _LONGEST_MESSAGE_BYTES]
+            if says_dead(error.decode("utf-8", "replace")):
                 self._report_dead()
         if self._method == b"HEAD":
             return
