@@ -6,10 +6,13 @@ from typing import Any
 
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
 from gpubroker_server.core.domain.models import ModelKey, ModelRules
+from gpubroker_server.core.domain.policy import InferenceServers
 from gpubroker_server.core.domain.server_rules import ServerRules
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.inference.holders import AGAIN_SECONDS, QueuedModels
 from gpubroker_server.inference.server_choice import Residencies
+from msgspec.structs import replace
 
 from tests.builders import GIB, a_device, a_node, a_sample, key
 from tests.gateway.harness import Gateway, problem
@@ -149,6 +152,12 @@ async def held_up(gateway: Gateway, node: str, gpu_mb: int) -> str:
     return task
 
 
+async def test_model_that_no_server_has_is_denied_in_the_name_of_all() -> None:
+    async with a_gateway(a_server("a", "n1", "llm"), a_server("b", "n2", "llm")) as gateway:
+        refused = await gateway.admin.post("/models/nosuch/load", json={})
+        assert "none of the servers a, b has it" in problem(refused, 404, "not-found")["detail"]
+
+
 async def test_model_is_loaded_where_idle_models_leave_not_where_a_run_stays() -> None:
     """Server b has more free memory, but less of it than the model needs, and for hours."""
     models = {**LARGE, "bert": ModelRules(Mib(70 * GIB))}
@@ -172,6 +181,26 @@ async def test_model_that_waits_in_vain_is_loaded_at_a_server_with_room() -> Non
         other = next(residency for residency in residencies(gateway) if residency is not first)
         await gateway.end(runs[0 if other.rules.node == "n1" else 1])
         assert (await residencies(gateway).want("llm", 50))[0] is other
+
+
+async def test_model_that_only_inferences_wait_for_moves_to_a_server_with_room() -> None:
+    served = a_server("a", "n1", "llm", models=LARGE), a_server("b", "n2", "llm", models=LARGE)
+    async with a_gateway(*served) as gateway:
+        serving = InferenceServers(ledger=("a", "b"))
+        gateway.change(policy=replace(gateway.policy, serving=serving))
+        runs = {node: await held_up(gateway, node, 60 * GIB) for node in ("n1", "n2")}
+        tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1.0]}
+        asked = await gateway.admin.post("/inferences", json={"model": "llm", "inputs": [tensor]})
+        assert asked.status_code == 202, asked.text
+        queued_models = QueuedModels(residencies(gateway))
+        waits_at = "a" if at(gateway, "a") else "b"
+        other, node = ("b", "n2") if waits_at == "a" else ("a", "n1")
+        await gateway.end(runs[node])
+        await queued_models.check()
+        assert at(gateway, other) is None
+        gateway.clock.advance(AGAIN_SECONDS)
+        await queued_models.check()
+        assert at(gateway, other) is not None
 
 
 async def test_uses_keep_no_copy_wanted_that_is_not_in_memory() -> None:

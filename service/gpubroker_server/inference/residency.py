@@ -60,12 +60,18 @@ _DEAD_SECONDS: Final = Seconds(5.0)
 
 _LOAD_TRIES: Final = 3
 
+_TRAILING: Final = "; \n"
+"""Characters with which Triton ends the reasons of a failed load."""
+
 _RETRY_SECONDS: Final = 5
 """Value of Retry-After in seconds while it is not known when the model will be ready."""
 
 _HAS_STEPS: Final = frozenset({TaskState.ADMITTED, TaskState.RUNNING})
 """States of an ensemble's holder in which the server has the ensemble's steps in memory, or is loading
 them."""
+
+_DOING: Final = {TaskState.ADMITTED: "is being loaded", TaskState.STOPPING: "is being unloaded"}
+"""What happens to a model that requests wait for, by the state of its holder."""
 
 _FAILED_SECONDS: Final = Seconds(30.0)
 """Time after a failed load in which requests are refused. A later request has the model loaded again."""
@@ -128,7 +134,8 @@ class _Failed(Struct, frozen=True):
 class FailedLoads:
     """The failed loads of one server that one gateway has heard of."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: str) -> None:
+        self._server = server
         self._failed: dict[str, _Failed] = {}
 
     def note(self, model: str, why: str, revision: str, now: Instant) -> Problem:
@@ -155,7 +162,8 @@ class FailedLoads:
         failed = self._failed[model]
         seconds = max(1, ceil(failed.until - now))
         detail = (
-            f"model {model[:100]} is not in memory, its load failed: {failed.why}; the first request after "
+            f"model {model[:100]} is not in memory, its load failed at server {self._server}: "
+            f"{failed.why.rstrip(_TRAILING)}; the first request after "
             f"{seconds} s has it loaded again, changed files or POST /models/{{name}}/load at once"
         )
         return Problem("model-not-loaded", detail, headers={"Retry-After": str(seconds)})
@@ -166,7 +174,7 @@ class Residency:
         self.rules = rules
         self._parts = parts
         self.host = host
-        self.failed_loads = FailedLoads()
+        self.failed_loads = FailedLoads(rules.name)
         self._uses = UseCounts()
         self._reported_now: set[str] = set()
         self._dead_until: dict[str, Instant] = {}
@@ -370,8 +378,9 @@ class Residency:
             when = f"room for it is expected in {seconds} s, and how long it loads is not known yet"
             seconds = max(_RETRY_SECONDS, seconds)
         detail = (
-            f"model {task.name} is not in memory ({task.state.value}): {when}; "
-            f"it stays wanted, GET /tasks/{task.id}/explain says what it waits for"
+            f"model {task.name} is not in memory, it {_DOING.get(task.state, 'waits for it')} "
+            f"at server {self.rules.name}: {when}; it stays wanted, GET /tasks/{task.id}/explain "
+            "(scope tasks:read) says what it waits for"
         )
         return Problem("model-not-ready", detail, headers={"Retry-After": str(seconds)})
 
@@ -488,12 +497,19 @@ class Residency:
 
     def _base_asked(self) -> Asked:
         rules = self.rules
-        return _asked(max(1, len(rules.devices)), rules.base_mb, self._where(rules.devices))
+        return _asked(max(1, self._gpus_seen), rules.base_mb, self._where(rules.devices))
+
+    @property
+    def _gpus_seen(self) -> int:
+        """The number of GPUs on which the server has its base cost; 0 while its node has not joined, unless
+        the settings name the GPUs."""
+        return len(self.rules.devices) or len(gpus_of(self._parts.world, self.rules))
 
     async def hold_base(self) -> None:
         """Have the server's base cost counted as the settings say. Raises Problem, StoreUnavailable."""
         rules, task = self.rules, self.of("")
-        if task is not None and not rules.base_mb:
+        if task is not None and (not rules.base_mb or task.demand.gpus < self._gpus_seen):
+            # When the node was not there yet, its GPUs could not be counted; the next check holds them all.
             await self.ask_leader(task, "cancel", by="settings")
         elif task is None and rules.base_mb:
             terms = Model(rules.name, "", rules.wanted_seconds, 0, sized=True, address=self.host.address)

@@ -56,6 +56,11 @@ class Residencies:
         the time it is asked."""
         return any(residency.is_there(model) for residency in self._each)
 
+    def may_move(self, model: str) -> bool:
+        """Return True if the model waits for memory at one server, while another might get room sooner."""
+        tasks = [residency.memory_of(model) for residency in self._each]
+        return len(tasks) > 1 and all(task is None or task.state is TaskState.PENDING for task in tasks)
+
     def priority_of(self, model: str, asked: int | None = None) -> int:
         """Return the first of these priorities that exists: the one that was asked for, that of the first
         server whose settings name the model, and the default of the first server."""
@@ -104,13 +109,12 @@ class Residencies:
         Raises UnknownModel, StoreUnavailable too."""
         began = self.parts.clock.now()
         while True:
-            residency, task = await self.want(model, priority, over_grpc=over_grpc)
+            residency, _ = await self.want(model, priority, over_grpc=over_grpc)
             cold_seconds = residency.rules.cold_seconds
             most_seconds = cold_seconds if seconds is None else min(seconds, cold_seconds)
             # The time that storing the holder took is part of the wait.
             left_seconds = began + most_seconds - self.parts.clock.now()
-            may_move = task.state is TaskState.PENDING and len(self._each) > 1
-            is_last = not may_move or left_seconds <= _CHOICE_SECONDS
+            is_last = not self.may_move(model) or left_seconds <= _CHOICE_SECONDS
             elsewhere = partial(self._can_answer, model, besides=residency, over_grpc=over_grpc)
             try:
                 wait_seconds = Seconds(left_seconds if is_last else _CHOICE_SECONDS)
@@ -157,16 +161,22 @@ class Residencies:
         9. the order of the settings
         """
         refused: Problem | UnknownModel | None = None
+        unknown_at: list[str] = []
         for residency in await self._in_order(model, priority, over_grpc=over_grpc):
             try:
                 return residency, await residency.want(model, priority, queued=queued)
             except UnknownModel as unknown:
+                unknown_at.append(residency.rules.name)
                 refused = refused or unknown
             except Problem as problem:
                 if problem.kind.status != _NEVER:
                     raise
                 refused = problem
         assert refused is not None
+        if len(unknown_at) > 1 and isinstance(refused, UnknownModel):
+            refused = UnknownModel(
+                f"none of the servers {', '.join(sorted(unknown_at))} has it in its repository"
+            )
         raise refused
 
     async def unloaded(self, model: str, by: str) -> bool:
