@@ -150,8 +150,8 @@ async def _scene(gateway: Gateway) -> Client:
     for node, busy, free, left in zip(nodes, (0.42, 0.07), (96, 201), (380, 910), strict=True):
         seen = {device.uuid: health for device in devices if device.node == node.name}
         memory, disks = (Mib(256 * GIB), Mib(free * GIB)), (DiskSample("/", 1000 * 2**20, left * 2**20),)
-        store = {"store": StoreSample(4096, 0), "store_used_mb": 1024}
-        sample = NodeSample(node.name, gateway.clock.now(), busy, *memory, disks=disks, gpus=seen, **store)
+        sample = NodeSample(node.name, gateway.clock.now(), busy, *memory, disks=disks, gpus=seen)
+        sample = replace(sample, store=StoreSample(4096, 0), store_used_mb=1024)
         gateway.world.measure((), [sample])
     return api
 

@@ -70,6 +70,12 @@ def test_a_healthy_fleet_has_no_findings() -> None:
     assert findings(world, executor={**WELL.executor, "agents": agents}, fleet=idle()) == []
 
 
+def test_server_without_a_place_for_its_models_is_found() -> None:
+    [found] = findings(a_world(), servers_misplaced={"a": "its node n7 has not joined"})
+    assert kinds([found]) == [("model-server-misplaced", "a")]
+    assert found.cause == "Model server a can load nothing: its node n7 has not joined."
+
+
 @pytest.mark.parametrize(("utilization", "found"), [(0.0, []), (0.05, [("cpu-bottleneck", "n1")])])
 def test_busy_cpus_slow_down_no_model_that_is_asked_nothing(
     utilization: float, found: list[tuple[str, str]]

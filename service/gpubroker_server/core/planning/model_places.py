@@ -23,6 +23,8 @@ def could_be_loaded(
 ) -> bool:
     """Return True if enough of these GPUs have the memory that the model needs, once the holders have left
     that make room for a request of the model's priority. `model` is a holder that waits, or would wait."""
+    if not model.demand.gpus:
+        return True  # It runs on CPUs, and leases nothing.
     suitable = (
         ledger
         for ledger in gpus
