@@ -13,7 +13,7 @@ from gpubroker_server.core.planning.fragmentation import (
     find_scattered_demand,
     fragmentation,
 )
-from gpubroker_server.gateway.admin import operations, secrets, tokens
+from gpubroker_server.gateway.admin import operations, problem_pages, secrets, tokens
 from gpubroker_server.gateway.arrays import routes as arrays
 from gpubroker_server.gateway.arrays.submit import GivenObjects
 from gpubroker_server.gateway.cluster import (
@@ -94,6 +94,7 @@ _RESOURCES = (
         tokens,
         secrets,
         operations,
+        problem_pages,
     ),
 )
 """The resources in the order in which paths are matched and documented, the busiest resources first."""
