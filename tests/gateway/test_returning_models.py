@@ -151,7 +151,7 @@ def a_stream(*events: bytes, status: str = "200 OK") -> bytes:
     return head + b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
 
 
-async def test_model_that_dies_in_a_stream_or_before_it_is_reported_to_the_leader() -> None:
+async def test_model_that_dies_in_a_stream_or_before_it_is_reported() -> None:
     said = b'{"text_output":"my process is not healthy"}'
     async with resident_models(heard := Heard()) as there:
         await resident(there)
