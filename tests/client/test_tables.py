@@ -363,10 +363,11 @@ def test_ps_says_that_there_are_more_tasks(service: RecordedService, run: Run) -
 
 def test_without_gpus_the_advice_depends_on_the_executors_state(service: RecordedService, run: Run) -> None:
     for state, expected in (
-        ("connecting", "no GPUs yet: connecting"),
+        ("connecting", "no GPUs yet: connecting: to Ray"),
         ("connected", "set simulated_devices"),
     ):
-        service.reply_with(Reply(200, {"items": []}), Reply(200, {"executor": {"state": state}}))
+        executor = {"state": state, "message": "to Ray"}
+        service.reply_with(Reply(200, {"items": []}), Reply(200, {"executor": executor}))
         assert expected in run("gpus").out
 
 
