@@ -13,10 +13,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from gpubroker import Broker, Refused
 from gpubroker_server.adapters.oidc import UNKNOWN_KEY_SECONDS, JwtVerifier
-from gpubroker_server.bootstrap.jwt_access import JwtAccess
+from gpubroker_server.bootstrap.jwt_access import JwtAccess, jwt_access_of
+from gpubroker_server.bootstrap.start_checks import StartRefused
 from gpubroker_server.core.admission.claims import OidcIssuer
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.http.problems import Problem
+from gpubroker_server.settings.loading import load_settings
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
 from tests.bootstrap.refusals import WAITING
@@ -186,6 +188,12 @@ async def test_keys_stay_valid_while_the_issuer_is_away(issuer: Issuer, gate: Ga
     assert gate.refused(issuer.token("second")).startswith("503")
     await until(lambda: issuer.fetches == 2)
     assert gate.access.identity_of(issuer.token("first")) is not None
+
+
+def test_a_file_of_certificates_that_is_missing_stops_the_start(tmp_path: Path) -> None:
+    given = {"issuer": "https://login.lab", "audience": "gpubroker", "ca_file": str(tmp_path / "ca.pem")}
+    with pytest.raises(StartRefused, match=r"oidc: a ca_file .*ca\.pem.* cannot be read"):
+        jwt_access_of(load_settings(data_dir=tmp_path, oidc=[given]), StoppedClock())
 
 
 def test_a_service_takes_jwts_beside_its_own_tokens(issuer: Issuer, tmp_path: Path) -> None:

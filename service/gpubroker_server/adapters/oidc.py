@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -43,6 +44,10 @@ class JwtVerifier:
 
     def __init__(self, issuers: Sequence[OidcIssuer], clock: Clock) -> None:
         self._issuers = {issuer.issuer: issuer for issuer in issuers}
+        self._tls = {
+            issuer.issuer: ssl.create_default_context(cafile=os.path.expanduser(issuer.ca_file) or None)
+            for issuer in issuers
+        }
         self._clock = clock
         self._keys: dict[tuple[str, str], jwt.PyJWK] = {}
         """Maps the issuer and the id of a key to the key."""
@@ -104,7 +109,7 @@ class JwtVerifier:
     async def _fetch(self, issuer: OidcIssuer) -> None:
         """Fetch the keys of an issuer. If that fails, the known ones stay valid."""
         try:
-            published = await _published_keys(issuer)
+            published = await _published_keys(issuer, self._tls[issuer.issuer])
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, jwt.PyJWTError) as fault:
             log.warning(
                 "keys of an issuer not fetched; the known ones stay", issuer=issuer.issuer, fault=str(fault)
@@ -120,11 +125,10 @@ class JwtVerifier:
         self._keys = keys
 
 
-async def _published_keys(issuer: OidcIssuer) -> Mapping[str, jwt.PyJWK]:
+async def _published_keys(issuer: OidcIssuer, tls: ssl.SSLContext) -> Mapping[str, jwt.PyJWK]:
     """Return the issuer's keys for signatures by id. Raises what httpx raises, ValueError, KeyError,
     TypeError and PyJWTError."""
-    context = ssl.create_default_context(cafile=None if issuer.ca_file is None else str(issuer.ca_file))
-    async with httpx.AsyncClient(timeout=_FETCH_SECONDS, verify=context, follow_redirects=False) as http:
+    async with httpx.AsyncClient(timeout=_FETCH_SECONDS, verify=tls, follow_redirects=False) as http:
         address = issuer.jwks_url
         if not address:
             discovery = f"{issuer.issuer.rstrip('/')}/.well-known/openid-configuration"

@@ -129,6 +129,7 @@ class GatewayRole:
             ids=ids,
             access_log=settings.access_log,
             disk_full=disk_full,
+            extensions=tuple if broker is None else broker.extension_rows,
             servers=self._servers,
             residencies=self._residencies,
         )
@@ -139,13 +140,9 @@ class GatewayRole:
         plane = self._plane(parts, callers, app.state.telemetry) if parts.servers else None
         layers: Any = app.middleware_stack  # called without the layers of FastAPI around it
         connection = limited_by(port) if plane is None else in_front_of(plane, port)
-        config = uvicorn.Config(
-            layers, http=connection, ws="none", loop="none",
-            log_config=None, access_log=False, lifespan="off", server_header=False, proxy_headers=False,
-        )  # fmt: skip
         self._calls = None if plane is None else self._grpc_port(plane)
         self._closing: asyncio.Task[None] | None = None
-        self._server = QuietServer(config)
+        self._server = server_of(layers, connection)
         follower.listen(self._waiters.on_events)
         follower.on_reread.append(lambda _fault: self._waiters.wake_all())
 
@@ -377,6 +374,15 @@ def modules_of(settings: Settings, *, leads: bool) -> PythonModules | None:
     if not is_alone or settings.engine != "ray" or settings.ray.address:
         return None
     return PythonModules(tuple(map(str, settings.task_path)) or (os.getcwd(),))
+
+
+def server_of(app: Any, connection: type[asyncio.Protocol]) -> "QuietServer":
+    """Return the server of an app whose connections are of this class."""
+    config = uvicorn.Config(
+        app, http=connection, ws="none", loop="none",
+        log_config=None, access_log=False, lifespan="off", server_header=False, proxy_headers=False,
+    )  # fmt: skip
+    return QuietServer(config)
 
 
 class QuietServer(uvicorn.Server):

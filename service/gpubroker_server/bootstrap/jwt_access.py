@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from gpubroker_server.bootstrap.start_checks import StartRefused
 from gpubroker_server.core.admission.claims import grant_of
 from gpubroker_server.http.identity import EVERY_SCOPE, Identity, Scope, hash_of, unauthenticated
 from gpubroker_server.http.problems import Problem
@@ -19,12 +20,19 @@ _SCOPES = frozenset({scope.value for scope in Scope} - {EVERY_SCOPE, Scope.ADMIN
 
 
 def jwt_access_of(settings: Settings, clock: Clock) -> "JwtAccess | None":
-    """Return the access of JWTs; None if the settings name no issuer. PyJWT is loaded only then."""
+    """Return the access of JWTs; None if the settings name no issuer. PyJWT is loaded only then. Raises
+    StartRefused if a file of certificates cannot be read."""
     if not settings.oidc:
         return None
     from gpubroker_server.adapters.oidc import JwtVerifier
 
-    return JwtAccess(JwtVerifier(settings.oidc, clock), clock)
+    try:
+        return JwtAccess(JwtVerifier(settings.oidc, clock), clock)
+    except OSError as fault:
+        files = ", ".join(issuer.ca_file for issuer in settings.oidc if issuer.ca_file)
+        raise StartRefused(
+            f"oidc: a ca_file ({files}) cannot be read: {fault}; name a file with certificates in PEM form"
+        ) from None
 
 
 class JwtAccess:

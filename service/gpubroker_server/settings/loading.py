@@ -145,6 +145,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     log_format: Literal["console", "json"] = "console"
     access_log: bool = False
     oidc: tuple[OidcIssuer, ...] = ()
+    extensions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     ray: RaySettings = RaySettings()
     fleet: FleetSettings = field(default_factory=FleetSettings)
     policy: PolicySettings = field(default_factory=PolicySettings)

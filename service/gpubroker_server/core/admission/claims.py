@@ -1,7 +1,6 @@
 """The rights that the claims of a JWT give, as the operator maps them."""
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 from gpubroker.wire.administration import Grant
@@ -9,7 +8,7 @@ from gpubroker.wire.bounds import Priority
 from msgspec import Meta, Struct, field
 
 from gpubroker_server.core.domain.policy import DIRECT_PRIORITY
-from gpubroker_server.core.domain.setting_marks import HOME, WORDS
+from gpubroker_server.core.domain.setting_marks import WORDS
 
 _NAME_CHARS = 100
 
@@ -23,7 +22,8 @@ class OidcIssuer(Struct, frozen=True, kw_only=True):
     """The name that the claim `aud` must contain."""
     jwks_url: str = ""
     """The address of the issuer's keys; empty: as its discovery document says."""
-    ca_file: Annotated[Path, HOME] | None = None
+    ca_file: str = ""
+    """The file with the authority that signed the issuer's certificate; empty: those of the system."""
     name_claim: str = "sub"
     tenant_claim: str = "tenant"
     tenant: str = ""
