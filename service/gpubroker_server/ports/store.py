@@ -172,7 +172,8 @@ class TaskFilter(Struct, frozen=True):
     kind: str | None = None
     """One of entrypoint, command, function, inference, external and model; None for all kinds but model."""
     quarantined: bool | None = None
-    """Of the ended tasks, True selects those whose memory still counts as used, and False the others."""
+    """Selects ended tasks whose memory still counts as used (True), or no longer does (False). Unfinished
+    tasks are selected beside them only if `states` names states of unfinished tasks."""
     sort: TaskSort = TaskSort.SUBMITTED
     descending: bool = True
     after: SortKey = ()
