@@ -109,7 +109,7 @@ def test_a_critical_gang_without_gpus_makes_room_on_several_nodes() -> None:
 
 
 @pytest.mark.parametrize("placement", ["stranded", "fgd", "best_fit", "spread"])
-def test_gpu_task_without_cpu_starts_where_all_cpus_are_pledged(placement: str) -> None:
+def test_gpu_task_without_cpu_starts_where_all_cpus_are_pledged(placement: Any) -> None:
     world = two_runs(a_device("gpu0", "n1"), a_task("high", priority=95, cpu=8.0))
     policy = Policy(placement=placement)
     assert stopped(cycle(world, policy=policy)) == ["low0", "low1"]
