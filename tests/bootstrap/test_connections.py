@@ -311,15 +311,16 @@ def ending(service: ServiceProcess) -> Iterator[None]:
         service.stop()
 
 
-def test_a_low_limit_of_open_files_is_raised_to_what_the_connections_need(tmp_path: Path) -> None:
-    def begin() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1500))
+def with_few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1500))
 
+
+def test_a_low_limit_of_open_files_is_raised_to_what_the_connections_need(tmp_path: Path) -> None:
     service = ForkedService(tmp_path / "data", **WAITING, limits={"connections": 400})
-    with ending(service.start(begin)):
+    with ending(service.start(with_few_files)):
         assert psutil.Process(service.pid).rlimit(resource.RLIMIT_NOFILE) == (1424, 1500)
         assert "too few open files" not in service.log()
     service = ForkedService(tmp_path / "other", **WAITING, limits={"connections": 1000})
-    with ending(service.start(begin)):
+    with ending(service.start(with_few_files)):
         assert psutil.Process(service.pid).rlimit(resource.RLIMIT_NOFILE) == (1500, 1500)
         assert "too few open files are allowed" in service.log()
