@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _MOST_DEVICES = 24
 """The most devices in the table, those that have room soonest; `-o json` has all devices."""
 _MOST_HOLDERS = 5
+_FEWEST_FORECASTS = 5
+"""A record of fewer forecasts says nothing about the next one."""
 _PRINTING = frozenset({"entrypoint", "command", "function"})
 """The kinds of tasks whose runs have a log."""
 _WIDE = 110
@@ -141,7 +143,7 @@ def _place(explained: Explanation | Simulation) -> Iterator[Text]:
 
 
 def _record(record: ForecastsKept | None) -> str:
-    if record is None:
+    if record is None or record.n < _FEWEST_FORECASTS:
         return ""
     error = duration(record.median_error_seconds)
     return f"; half of the last {record.n} such forecasts were off by less than {error}"
