@@ -9,6 +9,7 @@ _COMMANDS: Final = {
     "arrays/{}": "array {}",
     "worker-sets/{}": "workers show {}",
     "leases/{}": "lease show {}",
+    "tasks/{}/explain": "explain {}",
     "tasks/{}/wait": "wait {}",
     "gpus": "gpus",
     "idle-templates": "idle-template list",
@@ -18,6 +19,7 @@ _COMMANDS: Final = {
     "objects": "objects",
     "quarantine": "quarantine",
     "secrets": "secrets list",
+    "stats": "stats",
     "streams": "streams",
     "tasks": "ps",
     "tenants": "tenants",
@@ -43,8 +45,8 @@ def in_own_words(message: str, words: Sequence[str]) -> str:
 
 
 def with_commands(message: str) -> str:
-    """Return the message with commands in place of the routes of a task, an array or a set. Other routes stay:
-    the message may quote a program that speaks HTTP."""
+    """Return the message with commands in place of the routes of a task, an array or a set. Other routes
+    stay: the message may quote a program that speaks HTTP."""
     return _ROUTE_OF_ID.sub(_command, message)
 
 
@@ -68,5 +70,7 @@ def _options_of(field: str) -> Sequence[str]:
 
     annotated: Any = get_type_hints(SubmitParameters, include_extras=True).get(field)
     declared = next(iter(getattr(annotated, "__metadata__", ())), None)
-    names = getattr(declared, "param_decls", None) or (f"--{field.replace('_', '-')}",)
-    return [part for name in names for part in name.split("/") if part.startswith("-")]
+    # In an annotation, typer keeps the first name of an option where a default would stand.
+    names = [getattr(declared, "default", None), *(getattr(declared, "param_decls", None) or ())]
+    parts = [part for name in names if isinstance(name, str) for part in name.split("/")]
+    return [part for part in parts if part.startswith("-")] or [f"--{field.replace('_', '-')}"]
