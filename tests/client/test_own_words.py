@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from gpubroker.cli.own_words import in_own_words, with_commands
+from gpubroker.cli.own_words import with_commands
+from gpubroker.cli.refusals import in_own_words
 
 from tests.client.command_line import Run
 from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task

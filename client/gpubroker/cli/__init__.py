@@ -37,7 +37,7 @@ def main() -> None:
 
         message = str(error)
         if isinstance(error, errors.Refused):  # the text of another error may quote a task
-            from gpubroker.cli.own_words import in_own_words
+            from gpubroker.cli.refusals import in_own_words
 
             message = in_own_words(message, words)
         for line in (f"gpubroker: {message}", *getattr(error, "__notes__", ())):

@@ -37,7 +37,7 @@ def text_of(found: ErrorDetails) -> str:
 
 
 def _number(bound: float) -> str:
-    return f"{bound:g}" if isinstance(bound, float) and not bound.is_integer() else f"{bound:.0f}"
+    return f"{bound:.0f}" if bound == int(bound) else f"{bound:g}"
 
 
 def _counted(bound: int, value: Any) -> str:
