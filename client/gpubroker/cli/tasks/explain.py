@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpubroker.cli import EXIT_NOT_NOW, EXIT_OK, EXIT_REFUSED
-from gpubroker.cli.lookup import TaskWord, connect, stats_if_allowed, task_id
+from gpubroker.cli.lookup import TaskWord, connect, stats_if_known, task_id
 from gpubroker.cli.printing import Format, Output, emit
 from gpubroker.cli.tables import (
     Column,
@@ -82,7 +82,7 @@ def _background(broker: Broker, explained: Explanation) -> Iterator[str]:
     if not found.is_finished and found.run.kind in _PRINTING:
         worker = f" --worker {short_id(explained.worker)}" if explained.worker else ""
         yield f"to follow it: gpubroker logs -f {short_id(found.id)}{worker}"
-    if explained.reason == "BackendUnavailable" and (stats := stats_if_allowed(broker)):
+    if explained.reason == "BackendUnavailable" and (stats := stats_if_known(broker)):
         yield f"executor: {executor_in_words(stats.executor)}"
 
 

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpubroker.cli import parsing
-from gpubroker.cli.lookup import TaskWord, connect, stats_if_allowed, task_id
+from gpubroker.cli.lookup import TaskWord, connect, stats_if_known, task_id
 from gpubroker.cli.printing import Format, Output, Watch, emit, emit_all, eprint, watch
 from gpubroker.cli.tables import (
     Column,
@@ -140,7 +140,7 @@ def ps(
 def _none_unfinished(broker: Broker, *, is_filtered: bool) -> str:
     if is_filtered:
         return "no matching task is pending or running; --all includes finished tasks"
-    stats = stats_if_allowed(broker)
+    stats = stats_if_known(broker)
     others = stats and stats.tasks.pending + stats.tasks.admitted + stats.tasks.running + stats.tasks.stopping
     if others:
         what = "task of another tenant is" if others == 1 else "tasks of other tenants are"
