@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from math import inf
 from types import MappingProxyType
@@ -128,16 +129,14 @@ def ps(
     with connect() as broker:
         if after:
             filters["after"] = task_id(broker, after)
-
-        def if_none() -> str:
-            if filters.get("state") != UNFINISHED:
-                return "no matching tasks"
-            return _none_unfinished(broker, is_filtered=is_filtered)
-
+        if_none = partial(_none, broker, filters.get("state"), is_filtered=is_filtered)
         _list(broker, filters, limit, watching, output, if_none)
 
 
-def _none_unfinished(broker: Broker, *, is_filtered: bool) -> str:
+def _none(broker: Broker, states: Sequence[str] | str | None, *, is_filtered: bool) -> str:
+    """Return what to print where no task is listed."""
+    if states != UNFINISHED:
+        return "no matching tasks"
     if is_filtered:
         return "no matching task is pending or running; --all includes finished tasks"
     stats = stats_if_known(broker)
