@@ -63,7 +63,7 @@ def test_ps_without_tasks_of_the_own_tenant_names_those_of_others(
 
 
 def test_ps_names_the_array_or_the_set_of_a_worker(service: RecordedService, run: Run) -> None:
-    whole = {"labels": {"array": FULL_ID}, "state": "running"}
+    whole: dict[str, Any] = {"labels": {"array": FULL_ID}, "state": "running"}
     own = a_task("task_2", state="running", labels={"array": "of-mine"})
     listed = {"items": [a_task(FULL_ID, **whole), own], "next_cursor": None, "has_more": False}
     service.reply_with(Reply(200, listed))
