@@ -72,7 +72,7 @@ def test_a_closed_node_says_by_whom_and_since_when(closed: dict[str, Any], cause
 def test_a_drained_node_may_be_taken_away_and_is_not_being_drained() -> None:
     world = a_world(a_node("n1", cordoned=True, draining_since=NOW, cordoned_by="olga"), a_device())
     [found] = findings(world)
-    assert found.cause == "n1 is drained by olga: nothing is left there, and nothing new starts there."
+    assert found.cause == "n1 is drained by olga: nothing is left there, and nothing new starts."
     assert found.remedy.startswith("take the machine away, or: gpubroker uncordon n1")
 
 
