@@ -15,7 +15,7 @@ from gpubroker.runtime.objects import PICKLE_MARK, ObjectRef, opened_object
 from gpubroker.runtime.output import STREAMS
 from gpubroker.tasks.event_reading import EventOptions, EventReading
 from gpubroker.tasks.explanation import Explanation
-from gpubroker.tasks.large_arguments import fitting_body, without_arguments
+from gpubroker.tasks.large_arguments import caller, caller_options, fitting_body, without_arguments
 from gpubroker.tasks.log_reading import BothStreams, LogLine, LogOptions, LogReading
 from gpubroker.tasks.naming import find_task, id_meant, ids_after
 from gpubroker.tasks.object_api import ObjectApi
@@ -212,6 +212,8 @@ class TaskApi(ObjectApi):
         body = simulation_body(target, args, options)
         if len(body) > MOST_BODY_BYTES:  # the arguments do not matter
             body = simulation_body(target, (), without_arguments(options))
+        if len(body) > MOST_BODY_BYTES and callable(target):  # nor does what the function refers to
+            body = simulation_body(caller(), (), caller_options(target, options, {}))
         answer = yield from self._send(Call("POST", "/tasks/simulate", body=body))
         return decode(Simulation, answer.json())
 

@@ -114,7 +114,8 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "model-ambiguous": ProblemKind(
         409,
         "The model is at several servers",
-        'model "{model}" is at several servers ({servers}); choose one of them, as in ?server={first}',
+        'model "{model}" is at several servers ({servers}); choose one of them: ?server={first}, or on the '
+        "command line --server {first}",
     ),
     "model-in-use": ProblemKind(
         409,

@@ -62,7 +62,9 @@ def device_classes(devices: Iterable[Device]) -> DeviceClasses:
 
 def rows(left: Iterable[tuple[Device, int]], cpu: float) -> tuple[Row, ...]:
     """Return what is left of a node, one row per class of devices. `left` has the node's devices in key order
-    with their free MiB; a negative number counts as 0."""
+    with their free MiB. A negative number counts as 0, also of CPUs: what is pledged of a node may be more
+    than it has left, and a demand for no CPU fits all the same."""
+    cpu = max(0.0, cpu)
     sorts: dict[str, list[tuple[Device, int]]] = {}
     for device, free_mb in left:
         sorts.setdefault(device.sort, []).append((device, max(0, free_mb)))
