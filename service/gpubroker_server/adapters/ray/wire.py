@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import msgpack
-from gpubroker.runtime.messages import OF_DIRECTORIES, RunOrder
+from gpubroker.runtime.messages import OF_DIRECTORIES, OF_RAY, RunOrder
 from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, LIMITS_MB
 from msgspec.structs import astuple
@@ -192,15 +192,17 @@ class OrderWriter:
             "result_limit_bytes": self._result_limit_bytes,
             "checkpoint_limit_bytes": self._checkpoint_limit_bytes,
         }
-        if not (spec.upload or spec.outputs):
-            return {name: given[name] for name in _RUN_ORDER_BEFORE_UPLOADS}
-        return {name: given[name] for name in _RUN_ORDER}
+        names = _RUN_ORDER if spec.upload or spec.outputs else _RUN_ORDER_BEFORE_UPLOADS
+        if spec.kind == "command":  # only commands start a Ray of their own
+            names += OF_RAY
+        return {name: given[name] for name in names}
 
 
-_RUN_ORDER = tuple(field.name for field in dataclasses.fields(RunOrder))
+_FIELDS = tuple(field.name for field in dataclasses.fields(RunOrder))
+_RUN_ORDER = tuple(name for name in _FIELDS if name not in OF_RAY)
 _RUN_ORDER_BEFORE_UPLOADS = tuple(name for name in _RUN_ORDER if name not in OF_DIRECTORIES)
 _OF_ORDER, _OF_PAYLOAD, _OF_SPEC = (
-    tuple(name for name in _RUN_ORDER if name in kind.__struct_fields__)
+    tuple(name for name in _FIELDS if name in kind.__struct_fields__)
     for kind in (StartOrder, RunPayload, RunSpec)
 )
 _of_order, _of_payload, _of_spec = attrgetter(*_OF_ORDER), attrgetter(*_OF_PAYLOAD), attrgetter(*_OF_SPEC)

@@ -68,6 +68,9 @@ class StartOrder(_RunOrder, frozen=True):
     shares: tuple[tuple[Mib, float], ...] = ()
     """For each device, the MiB and the share of its memory that libraries may allocate beside the CUDA
     context; empty if they may allocate all."""
+    cpu: float = 0.0
+    custom: tuple[tuple[str, float], ...] = ()
+    """(name, amount) of the custom resources of this rank."""
 
 
 class GoOrder(_RunOrder, frozen=True):
