@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from gpubroker_server.bootstrap.run_access import RunAccess
 from gpubroker_server.bootstrap.start_checks import StartRefused
+from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence
 from gpubroker_server.http.identity import identity_of_run
@@ -30,18 +31,20 @@ def settings(folder: Path, **more: Any) -> Any:
 def test_a_run_gets_the_address_and_a_token_that_names_it(tmp_path: Path, listener: socket.socket) -> None:
     run = holding(a_task("t1"), "gpu0").task
     access = RunAccess(settings(tmp_path), listener)
-    given = access.env_of(run)
+    given = access.env_of(run, RunSpec("command"))
     assert given["GPUBROKER_URL"] == f"http://127.0.0.1:{listener.getsockname()[1]}"
     assert access.run_of(given["GPUBROKER_TOKEN"]) == ("t1", 1)
     elsewhere = RunAccess(settings(tmp_path, tasks_url="https://gpubroker.lab"), listener)
-    assert elsewhere.env_of(run) == {**given, "GPUBROKER_URL": "https://gpubroker.lab"}, "the same key"
+    assert elsewhere.env_of(run, RunSpec("command")) == {**given, "GPUBROKER_URL": "https://gpubroker.lab"}, (
+        "the same key"
+    )
 
 
 def test_no_run_gets_anything_unless_the_operator_says_so(tmp_path: Path, listener: socket.socket) -> None:
     run = holding(a_task("t1"), "gpu0").task
-    secret = RunAccess(settings(tmp_path), listener).env_of(run)["GPUBROKER_TOKEN"]
+    secret = RunAccess(settings(tmp_path), listener).env_of(run, RunSpec("command"))["GPUBROKER_TOKEN"]
     without = RunAccess(load_settings(data_dir=tmp_path / "data"), listener)
-    assert (without.env_of(run), without.run_of(secret)) == ({}, None)
+    assert (without.env_of(run, RunSpec("command")), without.run_of(secret)) == ({}, None)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,7 @@ def test_what_was_not_made_with_the_key_names_no_run(
 
 def test_a_signature_of_another_run_or_key_names_no_run(tmp_path: Path, listener: socket.socket) -> None:
     access = RunAccess(settings(tmp_path), listener)
-    token = access.env_of(holding(a_task("t1"), "gpu0").task)["GPUBROKER_TOKEN"]
+    token = access.env_of(holding(a_task("t1"), "gpu0").task, RunSpec("command"))["GPUBROKER_TOKEN"]
     assert access.run_of(token.replace("t1.1.", "t1.2.")) is None
     assert access.run_of(token.replace("t1.1.", "t2.1.")) is None
     assert RunAccess(settings(tmp_path / "other"), listener).run_of(token) is None

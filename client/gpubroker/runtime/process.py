@@ -24,7 +24,7 @@ INSTANCE_MARK = "GPUBROKER_INSTANCE"
 """The variable with the id of the run's broker, because several brokers may share a machine."""
 
 RAY_VARIABLE = "GPUBROKER_RAY"
-"""The variable with the terms of the run's Ray cluster, as JSON."""
+"""The variable that says which Ray cluster the run asks for: private or shared."""
 
 NODE_MARK = "GPUBROKER_NODE"
 """The variable with the run's node, because several nodes may be on one machine."""

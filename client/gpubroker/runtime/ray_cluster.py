@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from gpubroker.runtime.command import Command
 from gpubroker.runtime.messages import RunKey, RunOrder, RunOutcome, failed
@@ -28,10 +27,12 @@ from gpubroker.runtime.process import INSTANCE_MARK, RAY_VARIABLE, object_store_
 from gpubroker.runtime.ray_link import OtherRank, RankZero
 from gpubroker.runtime.task import RunningTask
 
+DASHBOARD_VARIABLE = "GPUBROKER_RAY_DASHBOARD"
+"""The variable that says that the run's Ray cluster has a dashboard."""
 PRIVATE = "private"
 
 TOKENS_SINCE = (2, 52)
-"""The first release of Ray with token authentication, without which several nodes would be open to anybody."""
+"""The first release of Ray with token authentication. Without it, several nodes would be open to anybody."""
 
 START_SECONDS = 300.0
 """The time within which a node of Ray must be up. Busy machines need more than half a minute."""
@@ -39,10 +40,10 @@ STARTS = 2
 """The number of times that a node is started. A port that was free may be taken meanwhile."""
 POLL_SECONDS = 0.02
 LEAVE_SECONDS = 10.0
-"""The time that a node gets to take its leave of the cluster, which otherwise misses it only after a while."""
+"""The time that a node gets to take its leave of the cluster, which otherwise misses it only later."""
 NOTICE_SECONDS = 60.0
-"""The time for which a rank waits for the stop notice after it has lost rank 0. The leader stops all ranks when
-one is lost, and its reason says more than this rank knows."""
+"""The time for which a rank waits for the stop notice after it has lost rank 0. The leader stops all ranks
+when one is lost, and its reason says more than this rank knows."""
 LOST_SECONDS = 5.0
 """The time between notice and force for a driver that has lost its cluster."""
 
@@ -58,7 +59,8 @@ _SHARED_LOOPBACK = "127.0.0.2"
 _OWN_PORTS = 20_000, 32_000
 """Below the range from which the kernel assigns ports."""
 _TEMPORARY = "/tmp"  # noqa: S108  # the paths of sockets are at most 107 bytes long
-_PREFIX = "gpr-"
+_PREFIX, _RAY = "gpr-", "r"
+"""The names of the directories are short, because the paths of sockets are."""
 _TAIL_CHARS = 2000
 
 _ENVIRONMENT: Mapping[str, str] = {
@@ -79,7 +81,7 @@ class RayFailed(Exception):
 
 def has_private_ray(order: RunOrder) -> bool:
     """Return True if the run becomes a Ray cluster, or a node of one."""
-    return RAY_VARIABLE in order.env and json.loads(order.env[RAY_VARIABLE])["cluster"] == PRIVATE
+    return order.env.get(RAY_VARIABLE) == PRIVATE
 
 
 def ray_program(command: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -91,8 +93,8 @@ def ray_program(command: Sequence[str], environment: Mapping[str, str]) -> str:
     found = beside if os.access(beside, os.X_OK) else shutil.which("ray", path=places)
     if found is None:
         raise RayFailed(
-            f"this run asks for a Ray cluster, and there is no program `ray` beside {command[0]!r} or on PATH; "
-            "install Ray into the Python of the command (pip install ray), and name this Python or its "
+            f"this run asks for a Ray cluster, and there is no program `ray` beside {command[0]!r} or on "
+            "PATH; install Ray into the Python of the command (pip install ray), and name this Python or its "
             "directory in the command"
         )
     return found
@@ -112,14 +114,20 @@ def check_version(ray: str) -> None:
         )
 
 
-def directories_of(instance: str, key: RunKey, above: str = _TEMPORARY) -> Iterator[Path]:
-    """Yield the directories of the Ray of one claim on this node, whichever rank it is."""
-    return Path(above).glob(f"{_prefix(instance, key)}-*")
+def remove_ray_directories(instance: str, key: RunKey, environment: Mapping[str, str]) -> None:
+    """Remove the directories of a run's node of Ray, of which no process is left. `environment` are the
+    operator's variables for runs."""
+    for left in Path(_above(environment)).glob(f"{_prefix(instance, key)}-*"):
+        # A link is another user's: `rmtree` follows none.
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _above(environment: Mapping[str, str]) -> str:
+    return environment.get("RAY_TMPDIR", _TEMPORARY)
 
 
 def _prefix(instance: str, key: RunKey) -> str:
-    # Short, because the paths of sockets are; an id of a task would be too long.
-    return _PREFIX + hashlib.sha256(f"{instance}/{key.task}/{key.fence}".encode()).hexdigest()[:10]
+    return _PREFIX + hashlib.sha256(f"{instance}/{key}".encode()).hexdigest()[:10]
 
 
 class RayNode:
@@ -128,7 +136,6 @@ class RayNode:
     def __init__(self, order: RunOrder, host: str) -> None:
         """`host` is the address at which other nodes reach this one. Raises RayFailed."""
         self._order = order
-        self._terms: Mapping[str, Any] = json.loads(order.env[RAY_VARIABLE])
         self._ray = ray_program(order.command, os.environ)
         if order.barrier:
             check_version(self._ray)
@@ -140,6 +147,7 @@ class RayNode:
         self.dashboard = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._directory = Path()
+        """A directory of mode 0700. Ray opens the one that it gets to all users."""
 
     def start(self, head: str, goes_on: Callable[[], bool]) -> bool:
         """Start the node, and return True when it is up. `head` is the address of the head to join; if it is
@@ -166,8 +174,8 @@ class RayNode:
             given["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         return {**_ENVIRONMENT, **given}
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable once the node has ended."""
+    def end_descriptor(self) -> int:
+        """Return a new descriptor that is readable once the node has ended."""
         assert self._process is not None
         return os.pidfd_open(self._process.pid)
 
@@ -190,9 +198,8 @@ class RayNode:
 
     def _begin(self, head: str) -> None:
         prefix = _prefix(os.environ.get(INSTANCE_MARK, ""), self._order.key)
-        above = os.environ.get("RAY_TMPDIR", _TEMPORARY)
         try:
-            self._directory = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=above))
+            self._directory = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=_above(os.environ)))
             with (self._directory / "start.log").open("wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603  # the program of the run's own Ray
                     [self._ray, "start", *self._options(head)],
@@ -208,18 +215,16 @@ class RayNode:
     def _is_up(self) -> bool:
         # `ray start` writes this file last.
         with contextlib.suppress(OSError):
-            self.address = (self._directory / "ray_current_cluster").read_text().strip()
+            self.address = (self._directory / _RAY / "ray_current_cluster").read_text().strip()
         return bool(self.address)
 
     def _options(self, head: str) -> Iterator[str]:
-        """Yield the options of `ray start`: exactly what the run has leased, and ports that nobody else uses."""
+        """Yield the options of `ray start`: what the run has leased, and ports that nobody else uses."""
         order = self._order
-        store_mb = self._terms["object_store_mb"] or (
-            object_store_mb(order.memory_mb) if order.memory_mb else OBJECT_STORE_MB
-        )
+        store_mb = object_store_mb(order.memory_mb) if order.memory_mb else OBJECT_STORE_MB
         yield "--block"
         yield f"--node-ip-address={self.host}"
-        yield f"--temp-dir={self._directory}"
+        yield f"--temp-dir={self._directory / _RAY}"
         yield f"--num-cpus={int(order.cpu or 0)}"
         yield f"--num-gpus={len(order.leases)}"
         yield f"--object-store-memory={store_mb * 2**20}"
@@ -235,7 +240,7 @@ class RayNode:
         yield from ("--head", "--disable-usage-stats")
         yield f"--port={next(ports)}"
         yield f"--ray-client-server-port={next(ports)}"
-        if self._terms["dashboard"]:
+        if DASHBOARD_VARIABLE in order.env:
             self.dashboard = f"{_LOOPBACK}:{next(ports)}"
             yield from ("--include-dashboard=true", f"--dashboard-host={_LOOPBACK}")
             yield f"--dashboard-port={self.dashboard.rpartition(':')[2]}"
@@ -262,7 +267,9 @@ def _free_ports(host: str) -> Iterator[int]:
 class DriverRun:
     """Rank 0: the head of the cluster, and the command as its driver."""
 
-    def __init__(self, order: RunOrder, task: RunningTask, node: RayNode, listener: socket.socket | None) -> None:
+    def __init__(
+        self, order: RunOrder, task: RunningTask, node: RayNode, listener: socket.socket | None
+    ) -> None:
         """`listener` is the socket at which the other ranks meet; None if there is only this one."""
         self._order = order
         self._task = task
@@ -313,7 +320,7 @@ class DriverRun:
 
     def _watch_head(self, command: Command) -> None:
         """Wait until the head has ended. If the driver still runs, end it: it has lost its cluster."""
-        descriptor = self._node.fileno()
+        descriptor = self._node.end_descriptor()
         with contextlib.suppress(OSError), os.fdopen(descriptor):
             ready = select.poll()
             ready.register(descriptor, select.POLLIN)
@@ -329,8 +336,8 @@ class DriverRun:
 def run_node(order: RunOrder, task: RunningTask, node: RayNode) -> RunOutcome:
     """Run a rank above 0: a node that joins the cluster of rank 0, and ends with it. Raises RayFailed.
 
-    A stop notice to all ranks reaches the driver, which may still need this node to save its work. So the rank
-    ends when rank 0 says so, or is gone.
+    A stop notice to all ranks reaches the driver, which may still need this node to save its work. So the
+    rank ends when rank 0 says so, or is gone.
     """
     stopping, stopped = os.pipe()
     task.call_on_stop(lambda: os.close(stopped))
@@ -362,7 +369,7 @@ def run_node(order: RunOrder, task: RunningTask, node: RayNode) -> RunOutcome:
 
 def _wait_for_end(link: OtherRank, node: RayNode) -> None:
     """Wait until rank 0 has told the end, or the node has ended."""
-    descriptor = node.fileno()
+    descriptor = node.end_descriptor()
     with os.fdopen(descriptor):
         ready = select.poll()
         ready.register(descriptor, select.POLLIN)

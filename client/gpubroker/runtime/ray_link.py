@@ -1,5 +1,5 @@
-"""The connections of rank 0 of a run to its other ranks, over which they agree when their nodes of Ray begin and
-end.
+"""The connections of rank 0 of a run to its other ranks, over which they agree when their nodes of Ray begin
+and end.
 
 Both sides prove that they know the run's token before anything else is said. A message is one line of JSON.
 """
@@ -72,6 +72,8 @@ class RankZero:
             self._is_over = True
             lines = list(self._lines.values())
             self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # `close` alone would not wake the thread that accepts
         self._listener.close()
         for line in lines:
             with contextlib.suppress(OSError):
@@ -125,8 +127,8 @@ class OtherRank:
         self._line = line
         self._begun = b""
         self.end = ""
-        """`over` if the work is done, `leave` if this rank is no longer wanted, `lost` if rank 0 is gone; empty
-        until one of them is known."""
+        """`over` if the work is done, `leave` if this rank is no longer wanted, `lost` if rank 0 is gone;
+        empty until one of them is known."""
 
     @classmethod
     def connect(cls, address: str, token: str, rank: int, goes_on: Callable[[], bool]) -> "OtherRank | None":
@@ -221,7 +223,7 @@ def _read_line(line: socket.socket) -> dict[str, Any]:
         data += byte
     message = json.loads(data)
     if not isinstance(message, dict):
-        raise ValueError("no message")
+        raise WrongToken
     return message
 
 

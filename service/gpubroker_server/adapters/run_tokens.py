@@ -37,6 +37,12 @@ class RunTokens:
         return base64.b32encode(signed).decode().rstrip("=").lower()
 
 
+def ray_token_of(key: bytes, task: TaskId, fence: Fence) -> str:
+    """Return the token of the Ray cluster of one attempt. Every leader makes the same, so ranks that join
+    late know it too. It opens nothing else."""
+    return hmac.new(key, f"ray.{task}.{fence}".encode(), hashlib.sha256).hexdigest()
+
+
 def key_at(path: Path) -> bytes:
     """Return the key in a file of mode 0600. The first process that calls this makes the file. Raises
     OSError."""

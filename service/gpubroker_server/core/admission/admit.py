@@ -19,6 +19,7 @@ from gpubroker_server.core.admission.feasibility import (
     new_nodes_could_take,
 )
 from gpubroker_server.core.admission.permissions import SECRETS_SCOPE, Permissions, lacks
+from gpubroker_server.core.admission.ray_clusters import ray_fault, with_ray_defaults
 from gpubroker_server.core.admission.submission import Sender, Submission
 from gpubroker_server.core.admission.times import UNTIMED, Timing, timing_of
 from gpubroker_server.core.domain.demand import Demand
@@ -140,6 +141,8 @@ def _new_task(
     spec, subject = submission.spec, _subject_of(submission)
     usual = policy.defaults.named(spec.model_type, spec.profile)
     size: Sizing | None = None
+    if spec.ray:
+        usual = with_ray_defaults(usual)
     if isinstance(submission.demand, Demand):
         demand = submission.demand
     else:
@@ -156,6 +159,10 @@ def _new_task(
         if isinstance(settled, Refusal):
             return refused_at(_demand_at(spec), settled)
         demand, size = settled
+    if spec.ray:
+        fault = ray_fault(spec, demand, shared_allowed=policy.permissions.shares_ray)
+        if fault is not None:
+            return Refused(INVALID, faults=(fault,))
     if size is not None:
         spec = replace(spec, sizing=size)
     if usual.max_concurrency is not None and spec.max_concurrency is None:

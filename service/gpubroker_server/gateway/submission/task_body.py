@@ -283,6 +283,17 @@ class SubmitTask(Timed):
             "any directories.",
         ),
     ] = ()
+    ray: Annotated[
+        Literal["", "private", "shared"],
+        Field(
+            description="`private`: the task, or the whole gang, is a Ray cluster of what it leases, and its "
+            "command runs once, as the driver. `shared`: the command may use the service's own Ray, if the "
+            "operator allows that."
+        ),
+    ] = ""
+    ray_dashboard: Annotated[
+        bool, Field(description="The private Ray cluster has a dashboard, on the node of rank 0.")
+    ] = False
     held: Annotated[
         bool, Field(description="It is not planned until it is released: `PATCH` with `held: false`.")
     ] = False
