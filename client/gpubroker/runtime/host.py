@@ -186,7 +186,7 @@ class RunHost:
         except CannotOpen as refusal:
             return refusal.outcome
         except RayFailed as fault:
-            return failed("ray_failed", str(fault))
+            return failed(fault.kind, str(fault))
         except BaseException as fault:
             return raised(fault)
         finally:

@@ -15,6 +15,7 @@ import select
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -52,6 +53,9 @@ OBJECT_STORE_MB = 256
 OWN_PROCESSES_MB = 512
 """The host memory that Ray's own processes take on a node, which its workers do not get."""
 
+NO_RESULT = b"null"
+"""The result of a rank above 0, as JSON: that of the gang is rank 0's."""
+
 _FAILED = "ray_failed"
 _LOOPBACK = "127.0.0.1"
 _SHARED_LOOPBACK = "127.0.0.2"
@@ -78,6 +82,14 @@ _ENVIRONMENT: Mapping[str, str] = {
 class RayFailed(Exception):
     """Ray cannot be started for the run; the text says why, and what to do."""
 
+    kind = _FAILED
+
+
+class RayUnusable(RayFailed):
+    """The program's Ray is missing or too old, so that another start would fail too."""
+
+    kind = "ray_unusable"
+
 
 def has_private_ray(order: RunOrder) -> bool:
     """Return True if the run becomes a Ray cluster, or a node of one."""
@@ -86,13 +98,13 @@ def has_private_ray(order: RunOrder) -> bool:
 
 def ray_program(command: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return the path of the `ray` that belongs to the command: the one beside its program, as in a virtual
-    environment, or else the first on PATH. Raises RayFailed if there is none."""
+    environment, or else the first on PATH. Raises RayUnusable if there is none."""
     places = environment.get("PATH", os.defpath)
     program = shutil.which(command[0], path=places)
     beside = "" if program is None else os.path.join(os.path.dirname(program), "ray")
     found = beside if os.access(beside, os.X_OK) else shutil.which("ray", path=places)
     if found is None:
-        raise RayFailed(
+        raise RayUnusable(
             f"this run asks for a Ray cluster, and there is no program `ray` beside {command[0]!r} or on "
             "PATH; install Ray into the Python of the command (pip install ray), and name this Python or its "
             "directory in the command"
@@ -101,17 +113,29 @@ def ray_program(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def check_version(ray: str) -> None:
-    """Check that several nodes of this Ray can have a token. Raises RayFailed."""
-    answered = subprocess.run([ray, "--version"], capture_output=True, text=True, check=False)  # noqa: S603
-    found = re.search(r"(\d+)\.(\d+)\S*", answered.stdout)
+    """Check that several nodes of this Ray can have a token. Raises RayUnusable."""
+    found = None
+    for words in _asking_version(ray):
+        answered = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603  # see above
+        if found := re.search(r"(\d+)\.(\d+)\S*", answered.stdout):
+            break
     if found is None:
-        raise RayFailed(f"`{ray} --version` says no version: {(answered.stderr or answered.stdout)[-500:]}")
+        raise RayUnusable(f"`{ray} --version` says no version: {(answered.stderr or answered.stdout)[-500:]}")
     if (int(found[1]), int(found[2])) < TOKENS_SINCE:
         needed = ".".join(map(str, TOKENS_SINCE))
-        raise RayFailed(
+        raise RayUnusable(
             f"Ray {found[0]} of {ray} has no token authentication, so several ranks cannot be its nodes; "
             f"install ray>={needed}, or ask for one node instead of bundles"
         )
+
+
+def _asking_version(ray: str) -> Iterator[list[str]]:
+    """Yield the commands that tell the version. The Python beside `ray` does so without loading Ray, which
+    takes seconds on a busy machine."""
+    python = os.path.join(os.path.dirname(ray), "python")
+    if os.access(python, os.X_OK):
+        yield [python, "-c", "import importlib.metadata as m; print(m.version('ray'))"]
+    yield [ray, "--version"]
 
 
 def remove_ray_directories(instance: str, key: RunKey, environment: Mapping[str, str]) -> None:
@@ -291,12 +315,20 @@ class DriverRun:
                 self._ranks.open(self._node.address)
                 if not self._ranks.wait_for_nodes(self._goes_on_with_head):
                     return RunOutcome("stopped")
+            self._tell()
             outcome = self._run_command()
             succeeded = outcome.ending == "succeeded"
             return outcome
         finally:
             if self._ranks is not None:
                 self._ranks.end(succeeded=succeeded)
+
+    def _tell(self) -> None:
+        """Write one line about the cluster to the log of the run."""
+        nodes, node = len(self._task.members), self._node
+        told = f"gpubroker: a Ray cluster of {nodes} node{'s' if nodes > 1 else ''} is up at {node.address}"
+        dashboard = f"; its dashboard is http://{node.dashboard} on this node" if node.dashboard else ""
+        print(told + dashboard, file=sys.stderr, flush=True)
 
     def _goes_on(self) -> bool:
         return not self._task.should_stop
@@ -355,7 +387,7 @@ def run_node(order: RunOrder, task: RunningTask, node: RayNode) -> RunOutcome:
         link.joined()
         _wait_for_end(link, node)
     if link.end == "over":
-        return RunOutcome("succeeded")
+        return RunOutcome("succeeded", result=NO_RESULT)
     if link.end == "leave":
         node.leave()
         task.wait_for_stop()

@@ -78,7 +78,9 @@ def submit(broker: Broker, program: str, *words: Any, **options: Any) -> Task:
 
 def ended_well(broker: Broker, task: Task) -> None:
     ended = broker.wait(task, timeout_seconds=RAY_SECONDS)
-    assert ended.state == "succeeded", (broker.outcome(task), broker.logs(task))
+    assert ended.state == "succeeded", (
+        f"{broker.outcome(task).error.message}\n{broker.outcome(task).log_tail}"
+    )
 
 
 def processes_of(task: Task) -> list[int]:
@@ -132,7 +134,7 @@ def test_command_is_the_driver_of_a_cluster_of_what_it_leases(
 
 def test_gang_is_one_cluster_with_a_node_per_rank_and_one_driver(broker: Broker, tmp_path: Path) -> None:
     told = tmp_path / "told"
-    bundles = [{"cpu": 1, "gpu_mb": 4096}, {"cpu": 1, "gpu_mb": 4096}]
+    bundles = [{"cpu": 1, "gpus": 1}, {"cpu": 1, "gpus": 1}]
     task = submit(broker, PROGRAM, told, "auto", bundles=bundles)
     ended_well(broker, task)
     seen = json.loads(told.read_text())

@@ -6,6 +6,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from gpubroker_server.core.admission.defaults import NamedDefaults
+from gpubroker_server.core.admission.demands import ProfileDefaults
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.submission import RunSpec
@@ -19,6 +20,11 @@ def with_ray_defaults(usual: NamedDefaults) -> NamedDefaults:
     """Return the defaults of a task with a Ray cluster. It gets a CPU even with GPUs, because work in Ray
     needs one unless it says otherwise."""
     return replace(usual, cpu=1.0) if usual.cpu is None else usual
+
+
+def ray_defaults(of_profile: ProfileDefaults) -> ProfileDefaults:
+    """Return the function that does the same for the profile of a rank."""
+    return lambda profile: with_ray_defaults(of_profile(profile))
 
 
 def ray_fault(spec: RunSpec, demand: Demand, *, shared_allowed: bool) -> Refusal | None:

@@ -391,8 +391,10 @@ ARRAY_IMPORT_FAILED = "array_import_failed"
 `max_retries` of workers are for items that crash their worker."""
 NO_DIRECTORY = "no_directory"
 """Failure kind of a task whose working directory is missing on its node or cannot be entered by its user."""
+RAY_UNUSABLE = "ray_unusable"
+"""Failure kind of a task whose program has no Ray, or one that is too old for its cluster."""
 WITHDRAWN = frozenset(
-    {ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, ARRAY_IMPORT_FAILED, OBJECT_MISSING, NO_DIRECTORY}
+    {ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, ARRAY_IMPORT_FAILED, OBJECT_MISSING, NO_DIRECTORY, RAY_UNUSABLE}
 )
 """Failure kinds of starts that would fail again at each retry."""
 

@@ -26,8 +26,14 @@ from gpubroker_server.gateway.explain.plan import shown_plan
 from gpubroker_server.gateway.explain.viewpoint import viewpoint
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.known_names import unknown_tenant
-from gpubroker_server.gateway.submission.resources import MAX_MB, MemoryMb, NamedResources, Resources
-from gpubroker_server.gateway.submission.task_body import Placement, Priority, ProfileName
+from gpubroker_server.gateway.submission.resources import (
+    MAX_MB,
+    MemoryMb,
+    NamedResources,
+    ProfileName,
+    Resources,
+)
+from gpubroker_server.gateway.submission.task_body import Placement, Priority
 from gpubroker_server.gateway.submission.translation import asked_of
 from gpubroker_server.http.bodies import NAME, Body, JsonBody, KindName, Labels, line
 from gpubroker_server.http.faults import invalid, problem_of, refuse
