@@ -206,6 +206,23 @@ def test_rank_that_is_told_to_leave_takes_its_node_out(folder: Path, listener: s
     assert (zero.end().ending, first.end().ending) == ("stopped", "stopped")
 
 
+def test_rank_that_joins_late_becomes_a_node(folder: Path, listener: socket.socket) -> None:
+    zero, first = a_cluster(folder, listener, "stays")
+    until(lambda: (folder / "driver").exists(), "the driver runs")
+    late = Rank(folder, ranks=3, rank=2)
+    late.task.resize([0, 1, 2], 1)
+    late.task.go("127.0.0.1:{1}".format(*listener.getsockname()))
+    late.start()
+    until(lambda: nodes(folder) == 3, "it has joined before rank 0 hears of it")
+    zero.task.resize([0, 1, 2], 1)
+    zero.task.resize([0, 1], 2)
+    late.task.give_notice()
+    assert late.end().ending == "stopped"
+    for rank in (zero, first):
+        rank.task.give_notice()
+    assert (zero.end().ending, first.end().ending) == ("stopped", "stopped")
+
+
 def test_rank_whose_node_ends_fails_with_its_last_lines(folder: Path, listener: socket.socket) -> None:
     zero, other = a_cluster(folder, listener, "stays")
     until(lambda: (folder / "driver").exists(), "the driver runs")

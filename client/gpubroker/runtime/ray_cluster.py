@@ -300,7 +300,7 @@ class DriverRun:
         self._node = node
         self._ranks = None
         if listener is not None:
-            self._ranks = RankZero(listener, _token(), lambda: task.members)
+            self._ranks = RankZero(listener, _token(), lambda: task.workers)
         self._lost = threading.Event()
         """Set if the head has ended before the driver."""
         self._is_over = False
@@ -377,7 +377,8 @@ def run_node(order: RunOrder, task: RunningTask, node: RayNode) -> RunOutcome:
     def goes_on() -> bool:
         return not task.should_stop
 
-    link = OtherRank.connect(task.rank_zero_address, _token(), order.rank, goes_on)
+    number = task.workers.number
+    link = OtherRank.connect(task.rank_zero_address, _token(), order.rank, number, goes_on)
     head = "" if link is None else link.head(goes_on)
     if link is None or (not head and not link.end):
         return RunOutcome("stopped")

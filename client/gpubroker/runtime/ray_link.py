@@ -12,8 +12,10 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from gpubroker.runtime.task import Workers
 
 CONNECT_SECONDS = 5.0
 PAUSE_SECONDS = 0.1
@@ -33,18 +35,18 @@ _NO_RANK = (OSError, ValueError, LookupError, TypeError, WrongToken)
 class RankZero:
     """Rank 0's end of all connections."""
 
-    def __init__(self, listener: socket.socket, token: str, members: Callable[[], Collection[int]]) -> None:
-        """Begin to accept ranks. `members` returns the ranks at work."""
+    def __init__(self, listener: socket.socket, token: str, world: Callable[[], Workers]) -> None:
+        """Begin to accept ranks. `world` returns the ranks at work, as far as this rank knows."""
         self._listener = listener
         self._token = token
-        self._members = members
+        self._world = world
         self._changed = threading.Condition()
         self._address = ""
         """The address of Ray's head; empty until the head is up."""
-        self._lines: dict[int, socket.socket] = {}
+        self._lines: dict[int, tuple[socket.socket, int]] = {}
+        """The connection of each rank, and the number of the world in which the rank began. It may connect
+        before this rank hears of that world."""
         self._joined: set[int] = set()
-        self._seen: set[int] = set()
-        """The ranks that were at work. A rank that joins may connect before this rank hears of it."""
         self._is_over = False
         self._accepting = threading.Thread(target=self._accept, name="ray-link", daemon=True)
         self._accepting.start()
@@ -60,7 +62,7 @@ class RankZero:
         """Wait until each rank at work has a node in the cluster. Return False if `goes_on` returns False
         first."""
         with self._changed:
-            while not {rank for rank in self._members() if rank} <= self._joined:
+            while not {rank for rank in self._world().ranks if rank} <= self._joined:
                 if not goes_on():
                     return False
                 self._changed.wait(PAUSE_SECONDS)
@@ -70,7 +72,7 @@ class RankZero:
         """Close all connections. After a success, the ranks are told that all work is done."""
         with self._changed:
             self._is_over = True
-            lines = list(self._lines.values())
+            lines = [line for line, _number in self._lines.values()]
             self._changed.notify_all()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # `close` alone would not wake the thread that accepts
@@ -90,10 +92,10 @@ class RankZero:
     def _attend(self, line: socket.socket) -> None:
         with line, contextlib.suppress(*_NO_RANK):
             line.settimeout(HELLO_SECONDS)
-            rank = _admit(line, self._token)
+            rank, number = _admit(line, self._token)
             line.settimeout(None)
             with self._changed:
-                self._lines[rank] = line
+                self._lines[rank] = line, number
                 self._changed.wait_for(lambda: self._address or self._is_over)
             if not self._address:
                 return
@@ -110,10 +112,13 @@ class RankZero:
             with self._changed:
                 if self._is_over:
                     return
-                members = set(self._members())
-                leaving = [rank for rank in self._seen - members if rank in self._lines]
-                lines = [self._lines.pop(rank) for rank in leaving]
-                self._seen = members
+                world = self._world()
+                leaving = [
+                    rank
+                    for rank, (_line, number) in self._lines.items()
+                    if number <= world.number and rank not in world.ranks
+                ]
+                lines = [self._lines.pop(rank)[0] for rank in leaving]
                 self._changed.wait(PAUSE_SECONDS if not lines else 0)
             for line in lines:
                 with contextlib.suppress(OSError):
@@ -131,14 +136,17 @@ class OtherRank:
         empty until one of them is known."""
 
     @classmethod
-    def connect(cls, address: str, token: str, rank: int, goes_on: Callable[[], bool]) -> "OtherRank | None":
-        """Connect to rank 0, and try again until it answers. Return None if `goes_on` returns False first."""
+    def connect(
+        cls, address: str, token: str, rank: int, number: int, goes_on: Callable[[], bool]
+    ) -> "OtherRank | None":
+        """Connect to rank 0, and try again until it answers. Return None if `goes_on` returns False first.
+        `number` is the number of the world in which this rank begins."""
         host, _, port = address.rpartition(":")
         while goes_on():
             with contextlib.suppress(*_NO_RANK):
                 line = socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS)
                 try:
-                    _introduce(line, token, rank)
+                    _introduce(line, token, rank, number)
                     line.settimeout(None)
                     return cls(line)
                 except BaseException:
@@ -183,18 +191,20 @@ class OtherRank:
         return messages
 
 
-def _introduce(line: socket.socket, token: str, rank: int) -> None:
+def _introduce(line: socket.socket, token: str, rank: int, number: int) -> None:
     """Prove to rank 0 that this is a rank of the same run, and have it prove the same. Raises WrongToken,
     ValueError and OSError."""
     question = _read_line(line)["question"]
     own = secrets.token_hex(16)
-    _tell(line, {"rank": rank, "answer": _proof(token, f"rank {rank}", question), "question": own})
+    answer = _proof(token, f"rank {rank}", question)
+    _tell(line, {"rank": rank, "world": number, "answer": answer, "question": own})
     if not hmac.compare_digest(str(_read_line(line)["answer"]), _proof(token, "rank 0", own)):
         raise WrongToken
 
 
-def _admit(line: socket.socket, token: str) -> int:
-    """Return the number of the rank that has connected. Raises WrongToken, ValueError and OSError."""
+def _admit(line: socket.socket, token: str) -> tuple[int, int]:
+    """Return the number of the rank that has connected, and that of the world in which it begins. Raises
+    WrongToken, ValueError and OSError."""
     question = secrets.token_hex(16)
     _tell(line, {"question": question})
     said = _read_line(line)
@@ -202,7 +212,7 @@ def _admit(line: socket.socket, token: str) -> int:
     if not hmac.compare_digest(str(said["answer"]), _proof(token, f"rank {rank}", question)):
         raise WrongToken
     _tell(line, {"answer": _proof(token, "rank 0", str(said["question"]))})
-    return rank
+    return rank, int(said["world"])
 
 
 def _proof(token: str, who: str, question: str) -> str:

@@ -1,8 +1,6 @@
 """Commands that ask for a Ray cluster of their own: of exactly what they lease, gone with the task."""
 
 import json
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 from gpubroker import Broker, Refused, Task
-from gpubroker_server.adapters.ray.processes import name_of, process_table
+from gpubroker_server.adapters.ray.processes import process_table
 
 from tests.e2e.service_process import ServiceProcess, until
 from tests.e2e.work import lines_of
@@ -67,6 +65,21 @@ with open(sys.argv[1], "a") as witness:
     witness.write(f"{count} nodes={len(ray.nodes())} {attempt}\\n")
 while "stay" in sys.argv or os.environ["GPUBROKER_ATTEMPT"] == "1":
     time.sleep(0.05)
+"""
+
+ELASTIC = """
+import os, sys, time
+import ray
+
+ray.init()
+seen = 0
+while not os.path.exists(sys.argv[2]):
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    if nodes != seen:
+        seen = nodes
+        with open(sys.argv[1], "a") as witness:
+            witness.write(f"{nodes}\\n")
+    time.sleep(0.1)
 """
 
 
@@ -157,27 +170,22 @@ def test_preempted_gang_saves_its_work_with_all_nodes_and_resumes(broker: Broker
     until(lambda: is_over(broker, task), "nothing is left of any rank")
 
 
-@pytest.mark.parametrize("killed", ["raylet", "gcs_server", "driver", "run"])
-def test_killed_part_of_a_cluster_fails_the_run_and_leaves_nothing(
-    broker: Broker, tmp_path: Path, killed: str
-) -> None:
-    witness = tmp_path / "witness"
+def test_ranks_that_leave_and_join_are_nodes_that_leave_and_join(broker: Broker, tmp_path: Path) -> None:
+    witness, done = tmp_path / "witness", tmp_path / "done"
     witness.touch()
-    task = submit(broker, STAYS, witness, "stay", cpu=1)
-    until(lambda: lines_of(str(witness)) == ["1 nodes=1 1"], "the driver works", RAY_SECONDS)
-    os.kill(victim(task, killed), signal.SIGKILL)
-    ended = broker.wait(task, timeout_seconds=RAY_SECONDS)
-    assert ended.state == "failed"
-    until(lambda: is_over(broker, task), "nothing is left")
-
-
-def victim(task: Task, part: str) -> int:
-    """Return a process of the task."""
-    pids = processes_of(task)
-    if part in ("driver", "run"):
-        [driver] = (pid for pid in pids if STAYS.encode() in Path(f"/proc/{pid}/cmdline").read_bytes())
-        return driver if part == "driver" else process_table()[driver].parent
-    return next(pid for pid in pids if name_of(pid) == part)
+    bundles = [{"count": 2, "cpu": 1, "gpus": 1}]
+    options: dict[str, Any] = {"bundles": bundles, "min_ranks": 1, "grace_seconds": RAY_SECONDS}
+    task = submit(broker, ELASTIC, witness, done, priority="batch", **options)
+    until(lambda: lines_of(str(witness)) == ["2"], "the driver sees both nodes", RAY_SECONDS)
+    urgent = broker.submit(["sleep", "600"], gpus=1, priority="critical", grace_seconds=0)
+    until(lambda: lines_of(str(witness)) == ["2", "1"], "one node has left", RAY_SECONDS)
+    until(lambda: broker.get(urgent).state == "running", "its GPU is used", RAY_SECONDS)
+    broker.cancel(urgent)
+    until(lambda: lines_of(str(witness)) == ["2", "1", "2"], "another one has joined", RAY_SECONDS)
+    done.touch()
+    ended_well(broker, task)
+    assert (broker.get(task).attempt, broker.get(task).preemptions) == (1, 0)
+    until(lambda: is_over(broker, task), "nothing is left of any rank")
 
 
 @pytest.mark.parametrize(
