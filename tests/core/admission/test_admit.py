@@ -289,7 +289,7 @@ class TooSmall(OneNode, frozen=True):
         return Refusal("exceeds-capacity", "there are no 9 GPUs", "gpus")
 
 
-def test_refusal_names_ranks_that_have_gpus_only_by_the_profile_of_the_task() -> None:
+def test_refusal_names_ranks_with_gpus_only_by_the_profile_of_the_task() -> None:
     spec, ask = replace(CALL, profile="trainer"), partial(refused, fleet=TooSmall())
     found = ask(spec=spec, demand=Asked(bundles=(Asked(gpus=9), Asked(cpu=2.0))))
     hint = (

@@ -91,9 +91,12 @@ def submit(broker: Broker, program: str, *words: Any, **options: Any) -> Task:
 
 def ended_well(broker: Broker, task: Task) -> None:
     ended = broker.wait(task, timeout_seconds=RAY_SECONDS)
-    assert ended.state == "succeeded", (
-        f"{broker.outcome(task).error.message}\n{broker.outcome(task).log_tail}"
-    )
+    assert ended.state == "succeeded", why(broker, task)
+
+
+def why(broker: Broker, task: Task) -> str:
+    outcome = broker.outcome(task)
+    return f"{outcome.error and outcome.error.message}\n{outcome.log_tail}"
 
 
 def processes_of(task: Task) -> list[int]:
@@ -212,4 +215,4 @@ def test_program_without_ray_beside_it_fails_with_a_sentence(broker: Broker) -> 
     task = broker.submit(["/usr/bin/env", "true"], ray=True, env={"PATH": "/usr/bin"})
     ended = broker.wait(task, timeout_seconds=RAY_SECONDS)
     assert ended.state == "failed"
-    assert "install Ray into the Python of the command" in broker.outcome(task).error.message
+    assert "install Ray into the Python of the command" in why(broker, task)

@@ -128,11 +128,8 @@ def _unknown_names(submission: Submission, facts: Facts, policy: AdmissionPolicy
         yield Refusal("unknown", no_such("work stream", stream, facts.streams), "/stream")
     if profile and profile not in profiles:
         yield Refusal("unknown", no_such("profile", profile, profiles), "/profile")
-    if _names_profiles(submission):
-        assert isinstance(submission.demand, Asked)
-        named_by_ranks = {rank.profile: index for index, rank in enumerate(submission.demand.bundles)}
-        for profile in named_by_ranks.keys() - profiles.keys() - {""}:
-            yield Refusal("unknown", no_such("profile", profile, profiles), "/resources/bundles")
+    if isinstance(submission.demand, Asked):
+        yield from unknown_rank_profiles(submission.demand, profiles)
     named: list[TaskId] = []
     for index, dependency in enumerate(submission.after):
         id, state = dependency.task, facts.dependencies.get(dependency.task)
@@ -149,6 +146,12 @@ def _names_profiles(submission: Submission) -> bool:
     """Return True if some rank of a gang names a profile of its own."""
     asked = submission.demand
     return isinstance(asked, Asked) and bool(asked.bundles) and any(rank.profile for rank in asked.bundles)
+
+
+def unknown_rank_profiles(asked: Asked, profiles: Collection[str]) -> Iterator[Refusal]:
+    """Yield a refusal for each profile that ranks of a gang name and that does not exist."""
+    for profile in sorted({rank.profile for rank in asked.bundles} - {"", *profiles}):
+        yield Refusal("unknown", no_such("profile", profile, profiles), "/resources/bundles")
 
 
 def _new_task(

@@ -2,6 +2,7 @@
 stored."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Self
 
 from fastapi import Response
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from gpubroker_server.core.admission.admit import no_such
+from gpubroker_server.core.admission.admit import no_such, unknown_rank_profiles
 from gpubroker_server.core.admission.defaults import first
 from gpubroker_server.core.admission.demands import demand_of, settled_demand
 from gpubroker_server.core.admission.facts import refused_at
@@ -186,7 +187,10 @@ def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tena
     if asked.profile and asked.profile not in profiles:
         detail = no_such("profile", asked.profile, profiles)
         raise invalid(Fault(pointer=f"{pointer}/profile", detail=detail, code="unknown"))
-    usual = policy.defaults.named(asked.model_type, asked.profile)
+    for refusal in unknown_rank_profiles(asked_of(asked.resources), profiles):
+        raise invalid(Fault(pointer=f"{pointer}{refusal.field}", detail=refusal.message, code=refusal.code))
+    of_profile = partial(policy.defaults.named, asked.model_type)
+    usual = of_profile(asked.profile)
     permissions = policy.permissions
     if asked.priority is not None:
         refuse(permissions.check_priority(caller, asked.priority, tenant, at=f"{pointer}/priority"))
@@ -198,6 +202,7 @@ def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tena
         settled_or_refusal = settled_demand(
             wanted,
             usual,
+            of_profile,
             policy.defaults.cpu,
             submissions.capacity,
             subject,
@@ -214,7 +219,7 @@ def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tena
         demand = _without_limits(demand)
     roles = [Resources.model_validate(role.model_dump()) for role in asked.resources.roles.values()]
     apart = tuple(
-        demand_of(asked_of(role, asked.placement), usual, policy.defaults.cpu, _size_is_unknown)
+        demand_of(asked_of(role, asked.placement), usual, of_profile, policy.defaults.cpu, _size_is_unknown)
         for role in roles
     )
     return Component(asked.name, asked.count, demand, priority, apart)
