@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from gpubroker.runtime.journal import Journal
 from gpubroker.runtime.messages import RunKey, RunOrder, RunOutcome
@@ -86,9 +87,10 @@ def listener() -> Iterator[socket.socket]:
 def ended_nodes(folder: Path) -> Iterator[None]:
     """The process of a run is killed with all below it; here the nodes are."""
     yield
-    for node in folder.glob("node-*"):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(node.name.removeprefix("node-")), signal.SIGKILL)
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if stand_in_ray.__name__ in child.cmdline():
+                child.kill()
 
 
 def nodes(folder: Path) -> int:
