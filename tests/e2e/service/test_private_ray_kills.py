@@ -105,7 +105,7 @@ def kill_one(service: ServiceProcess, folder: Path, luck: random.Random, part: s
         if part == "leader":
             service.ended()
             service.start()
-        # A run may go on: it outlives agent and leader, and a node that ends while it starts is started again.
+        # A run may outlive agent and leader, and a node that ends while it starts is started again.
         with suppress(WaitTimeout):
             service.broker.wait(task, timeout_seconds=3)
         with suppress(Refused):
