@@ -13,9 +13,13 @@ from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence
 from gpubroker_server.http.identity import identity_of_run
+from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.settings.loading import load_settings
+from msgspec.structs import replace
 
 from tests.builders import a_task, holding
+
+ENTRYPOINT = RunSpec(kind="entrypoint", entrypoint="team:fit")
 
 
 @pytest.fixture
@@ -31,25 +35,35 @@ def settings(folder: Path, **more: Any) -> Any:
 def test_a_run_gets_the_address_and_a_token_that_names_it(tmp_path: Path, listener: socket.socket) -> None:
     run = holding(a_task("t1"), "gpu0").task
     access = RunAccess(settings(tmp_path), listener)
-    given = access.env_of(run, RunSpec("command"))
+    given = access.env_of(run, ENTRYPOINT)
     assert given["GPUBROKER_URL"] == f"http://127.0.0.1:{listener.getsockname()[1]}"
-    assert access.run_of(given["GPUBROKER_TOKEN"]) == ("t1", 1)
+    assert access.run_of(given["GPUBROKER_TOKEN"]) == ("t1", 1, False)
     elsewhere = RunAccess(settings(tmp_path, tasks_url="https://gpubroker.lab"), listener)
-    assert elsewhere.env_of(run, RunSpec("command")) == {**given, "GPUBROKER_URL": "https://gpubroker.lab"}, (
+    assert elsewhere.env_of(run, ENTRYPOINT) == {**given, "GPUBROKER_URL": "https://gpubroker.lab"}, (
         "the same key"
     )
 
 
 def test_no_run_gets_anything_unless_the_operator_says_so(tmp_path: Path, listener: socket.socket) -> None:
     run = holding(a_task("t1"), "gpu0").task
-    secret = RunAccess(settings(tmp_path), listener).env_of(run, RunSpec("command"))["GPUBROKER_TOKEN"]
+    secret = RunAccess(settings(tmp_path), listener).env_of(run, ENTRYPOINT)["GPUBROKER_TOKEN"]
     without = RunAccess(load_settings(data_dir=tmp_path / "data"), listener)
-    assert (without.env_of(run, RunSpec("command")), without.run_of(secret)) == ({}, None)
+    assert (without.env_of(run, ENTRYPOINT), without.run_of(secret)) == ({}, None)
 
 
 @pytest.mark.parametrize(
     "forged",
-    ["", "gpbrun_", "gpbrun_t1.1", "gpbrun_t1.1.", "gpbrun_t1.x.y", "gpbrun_t1.1.\u00e9", "gpb_t1.1.aaaa"],
+    [
+        "",
+        "gpbrun_",
+        "gpbrun_t1.1",
+        "gpbrun_t1.1.",
+        "gpbrun_t1.x.y",
+        "gpbrun_t1.1.\u00e9",
+        "gpb_t1.1.aaaa",
+        "gpbrun_t1.1.code.",
+        "gpbrun_t1.1.root.aaaa",
+    ],
 )
 def test_what_was_not_made_with_the_key_names_no_run(
     tmp_path: Path, listener: socket.socket, forged: str
@@ -59,9 +73,10 @@ def test_what_was_not_made_with_the_key_names_no_run(
 
 def test_a_signature_of_another_run_or_key_names_no_run(tmp_path: Path, listener: socket.socket) -> None:
     access = RunAccess(settings(tmp_path), listener)
-    token = access.env_of(holding(a_task("t1"), "gpu0").task, RunSpec("command"))["GPUBROKER_TOKEN"]
+    token = access.env_of(holding(a_task("t1"), "gpu0").task, ENTRYPOINT)["GPUBROKER_TOKEN"]
     assert access.run_of(token.replace("t1.1.", "t1.2.")) is None
     assert access.run_of(token.replace("t1.1.", "t2.1.")) is None
+    assert access.run_of(token.replace("t1.1.", "t1.1.code.")) is None
     assert RunAccess(settings(tmp_path / "other"), listener).run_of(token) is None
 
 
@@ -98,5 +113,44 @@ def test_the_token_is_valid_while_its_run_is_active(state: TaskState, fence: int
         assert set(found.scopes) == {"tasks:read", "tasks:write"}
 
 
+@pytest.mark.parametrize(
+    ("spec", "brings_code"),
+    [
+        (ENTRYPOINT, False),
+        (RunSpec(kind="entrypoint", entrypoint="team:fit", upload="a" * 64), True),
+        (RunSpec(kind="function"), True),
+        (RunSpec(kind="command", command=("true",)), True),
+    ],
+)
+def test_only_a_run_whose_code_came_with_it_may_submit_code(
+    tmp_path: Path, listener: socket.socket, spec: RunSpec, brings_code: bool
+) -> None:
+    run = holding(a_task("t1"), "gpu0").task
+    access = RunAccess(settings(tmp_path), listener)
+    found = access.run_of(access.env_of(run, spec)["GPUBROKER_TOKEN"])
+    assert found == ("t1", 1, brings_code)
+    identity = identity_of_run(run, found.fence, brings_code=found.brings_code)
+    assert identity is not None
+    assert {*identity.scopes} - {"tasks:read", "tasks:write"} == (
+        {"tasks:code", "tasks:command"} if brings_code else set()
+    )
+
+
 def test_a_run_that_nobody_knows_has_no_identity() -> None:
     assert identity_of_run(None, Fence(1)) is None
+
+
+def test_ranks_of_a_ray_cluster_get_one_token_from_every_leader(tmp_path: Path) -> None:
+    spec = RunSpec("command", command=("train",), ray="private")
+    task = holding(a_task("t1"), "gpu0").task
+    one, other = (RunAccess(load_settings(data_dir=tmp_path / "data"), None) for _ in range(2))
+    given = one.env_of(task, spec)
+    assert given == other.env_of(task, spec)
+    assert given.keys() == {"RAY_AUTH_TOKEN"}
+    assert one.env_of(replace(task, fence=Fence(2)), spec) != given, "each attempt has its own"
+    assert one.run_of(given["RAY_AUTH_TOKEN"]) is None
+    key = next((tmp_path / "data").rglob("run-tokens.key"))
+    key.unlink()
+    key.mkdir()
+    with pytest.raises(StoreUnavailable, match="the key of tokens cannot be used"):
+        one.env_of(task, spec)

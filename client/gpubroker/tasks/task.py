@@ -28,6 +28,11 @@ class Task(Answer, frozen=True):
         where = f" on {self.node}" if self.node else ""
         return f"<Task {self.id} {name}{self.raw.get('state', self.state.value)}{where}>"
 
+    def _repr_html_(self) -> str:
+        from gpubroker.notebook import html_of_task
+
+        return html_of_task(self)
+
     @property
     def is_finished(self) -> bool:
         return self.state.is_terminal

@@ -13,6 +13,7 @@ import cloudpickle
 from gpubroker.errors import BrokerError, ResultUnreadable, WrongArgument
 from gpubroker.runtime.objects import PICKLE_MARK, ObjectRef, opened_object
 from gpubroker.runtime.output import STREAMS
+from gpubroker.tasks.explanation import Explanation
 from gpubroker.tasks.large_arguments import fitting_body, without_arguments
 from gpubroker.tasks.log_reading import BothStreams, LogLine, LogOptions, LogReading
 from gpubroker.tasks.naming import find_task, id_meant, ids_after
@@ -48,7 +49,7 @@ from gpubroker.transport.operations import (
     without_none,
 )
 from gpubroker.wire.events import Event
-from gpubroker.wire.explanations import Explanation, Simulation
+from gpubroker.wire.explanations import Simulation
 from gpubroker.wire.forecasts import Estimate
 from gpubroker.wire.tasks import Cancelled, Outcome, Stack
 
@@ -232,6 +233,47 @@ class TaskApi(ObjectApi):
         """Return the task once it has ended, however it ended. Raises WaitTimeout after `timeout_seconds`;
         the task continues."""
         return (yield from self._wait(task, timeout_seconds))
+
+    @listing
+    def as_completed(self, tasks: Iterable[AnyTask], *, timeout_seconds: float | None = None) -> Pages[Task]:
+        """Yield each of the tasks once it has ended, however it ended, in the order in which they end.
+
+            for task in broker.as_completed([fit.submit(rate) for rate in rates]):
+                print(task.name, task.result())
+
+        Those that had ended before come first. The iteration costs one request per task and one for each
+        half second in which nothing ends. Raises WaitTimeout for one of the tasks that are left after
+        `timeout_seconds`; all of them continue.
+        """
+        deadline, still_open, position = Deadline(timeout_seconds), dict[str, Task](), 0
+
+        def fetch(cursor: str | None) -> Steps[Page[Task]]:
+            nonlocal position
+            ended: list[Task] = []
+            if cursor is None:
+                # The position is read before the tasks, so that no end between the two is missed.
+                position = (yield from self._ask("GET", "/events", last=1))["next_after"]
+                for task in tasks:
+                    seen = yield from self._get(task)
+                    if seen.is_finished:
+                        ended.append(seen)
+                    else:
+                        still_open[seen.id] = seen
+            else:
+                page = yield from self._ask("GET", "/events", after=position, limit=_EVENTS_PER_PAGE)
+                position = page["next_after"]
+                for id in {event["key"]: None for event in page["items"] if event["key"] in still_open}:
+                    seen = yield from self._get(id)
+                    if seen.is_finished:
+                        del still_open[id]
+                        ended.append(seen)
+                if not ended and still_open and deadline.is_over():
+                    raise deadline.error(next(iter(still_open.values())))
+                if not page["items"]:
+                    yield Pause(_FOLLOW_PAUSE_SECONDS)
+            return a_page(ended, "more" if still_open else None)
+
+        return Pages(fetch)
 
     @operation
     def result(self, task: AnyTask, timeout_seconds: float | None = None) -> Steps[Any]:

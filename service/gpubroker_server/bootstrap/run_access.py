@@ -4,12 +4,11 @@ tenants."""
 import socket
 from collections.abc import Mapping
 
-from gpubroker_server.adapters.run_tokens import RunTokens, key_at, ray_token_of
+from gpubroker_server.adapters.run_tokens import RunOfToken, RunTokens, key_at, ray_token_of
 from gpubroker_server.adapters.secret_files import SecretFiles
 from gpubroker_server.bootstrap.start_checks import StartRefused, own_host
 from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.settings.loading import Settings
 
@@ -44,7 +43,7 @@ class RunAccess:
         read."""
         env: dict[str, str] = {}
         if self._tokens is not None:
-            token = self._tokens.token_of(task.id, task.fence)
+            token = self._tokens.token_of(RunOfToken(task.id, task.fence, spec.brings_code))
             env = {"GPUBROKER_URL": self._url, "GPUBROKER_TOKEN": token}
         if spec.ray:
             env["RAY_AUTH_TOKEN"] = ray_token_of(self._key(), task.id, task.fence)
@@ -56,7 +55,7 @@ class RunAccess:
         except OSError as fault:
             raise StoreUnavailable(f"the key of tokens cannot be used: {fault}") from None
 
-    def run_of(self, token: str) -> tuple[TaskId, Fence] | None:
+    def run_of(self, token: str) -> RunOfToken | None:
         return None if self._tokens is None else self._tokens.run_of(token)
 
 

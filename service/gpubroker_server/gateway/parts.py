@@ -33,6 +33,7 @@ from gpubroker_server.ports.model_servers import KnownServer, ModelResidencies
 from gpubroker_server.ports.secrets import SecretStore
 from gpubroker_server.ports.store import BlobStore, Clock, TaskStore
 from gpubroker_server.ports.worker_calls import WorkerCalls
+from gpubroker_server.telemetry.table import ExtensionRow
 
 
 class OperatorRules(Struct, frozen=True, kw_only=True):
@@ -83,6 +84,8 @@ class AppParts:
     access_log: bool = False
     disk_full: Callable[[], str] = str
     """Returns a text that says which local disk of this process is full, and why; empty if none is full."""
+    extensions: Callable[[], Sequence[ExtensionRow]] = tuple
+    """Returns what became of the events of each extension of this process."""
     servers: Sequence[KnownServer] = ()
     """All model servers."""
     residencies: ModelResidencies | None = None

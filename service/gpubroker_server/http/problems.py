@@ -13,8 +13,8 @@ from gpubroker_server.http.proxies import current_prefix
 
 __all__ = [
     "CATALOGUE",
-    "DOCS",
     "MEDIA_TYPE",
+    "PAGES",
     "SUBMIT_PROBLEMS",
     "Fault",
     "Problem",
@@ -24,7 +24,8 @@ __all__ = [
     "problem_response",
 ]
 
-DOCS: Final = "https://github.com/gpubroker/gpubroker/blob/main/docs/errors.md"
+PAGES: Final = "/problems"
+"""The path below which the service answers what a code means. It is the beginning of `type`."""
 MEDIA_TYPE: Final = "application/problem+json"
 
 
@@ -273,6 +274,12 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "model-not-loaded": ProblemKind(502, "The model was not loaded"),
     "model-server-failed": ProblemKind(502, "The model server failed"),
     "model-server-unauthorized": ProblemKind(502, "The model server refused the service"),
+    "identity-provider-unavailable": ProblemKind(
+        503,
+        "The issuer's keys are being fetched",
+        "the key that signed the JWT is being fetched from {issuer}; send the request again",
+        retryable=True,
+    ),
     "follower-stale": ProblemKind(503, "The overview is too old to be trusted", retryable=True),
     "stack-unavailable": ProblemKind(
         503,
@@ -359,7 +366,7 @@ def problem_document(problem: Problem, scope: Mapping[str, Any]) -> ProblemDocum
     """Return the body of the answer that reports the problem. `scope` is the ASGI scope of the request."""
     kind = problem.kind
     return ProblemDocument(
-        type=f"{DOCS}#{problem.code}",
+        type=f"{current_prefix.get()}{PAGES}/{problem.code}",
         title=kind.title,
         status=kind.status,
         detail=problem.detail,

@@ -48,6 +48,8 @@ LOG_FIELDS: Mapping[str, str] = {
     "model": "name of a model, as its server knows it",
     "template": "name of an idle template",
     "runner": "name of a process that runs tasks, as Ray knows it",
+    "extension": "name of an extension, as configured",
+    "issuer": "address of an issuer of JWTs, as configured",
     "job": "what a node agent is doing",
     "fault": "what went wrong, as text",
 }

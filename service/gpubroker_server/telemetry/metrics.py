@@ -354,6 +354,16 @@ _SERVICE: Final = (
         (),
         lambda scrape: [((), bool(scrape.sources.disk_full()))],
     ),
+    a_counter(
+        "gpubroker_extension_events",
+        "Events that extensions of this process got, by what became of them.",
+        ("extension", "outcome"),
+        lambda scrape: [
+            ((row.name, outcome), float(count))
+            for row in scrape.sources.extensions()
+            for outcome, count in zip(row._fields[1:], row[1:], strict=True)
+        ],
+    ),
     MetricRow(
         "gpubroker_leader_known",
         "1 if this process leads or hears of the process that does, else 0.",
