@@ -120,7 +120,7 @@ class RunOrder:
     def to_wire(self) -> dict[str, Any]:
         """Return the fields of the order, without those of directories and of Ray if they are empty: earlier
         releases do not know them."""
-        left_out = () if self.upload or self.outputs else OF_DIRECTORIES
+        left_out: tuple[str, ...] = () if self.upload or self.outputs else OF_DIRECTORIES
         if self.cpu is None:
             left_out += OF_RAY
         return {name: getattr(self, name) for name in _names_of(RunOrder) if name not in left_out}
