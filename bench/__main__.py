@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, ModuleType] = {
             "pickup",
             "preempt",
             "logs",
+            "listeners",
             "objects",
             "queues",
             "restart",

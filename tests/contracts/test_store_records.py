@@ -68,6 +68,16 @@ async def test_a_tenant_sees_its_own_tasks_newest_first(six: TaskStore) -> None:
     assert await listed(six, "nobody") == []
 
 
+async def test_ended_tasks_in_quarantine_are_selected_without_unfinished_ones(six: TaskStore) -> None:
+    """t1 is admitted, and t2 has ended with a lease that is not released."""
+    assert await listed(six, quarantined=True) == ["t2"]
+    assert await listed(six, quarantined=False) == []
+    ended = tuple(state for state in TaskState if state.is_terminal)
+    assert await listed(six, states=ended, quarantined=True) == ["t2"]
+    assert await listed(six, states=(TaskState.ADMITTED, *ended), quarantined=True) == ["t2", "t1"]
+    assert await listed(six, states=(TaskState.ADMITTED, *ended), quarantined=False) == ["t1"]
+
+
 async def test_pages_follow_each_other_without_gap_or_repetition(six: TaskStore) -> None:
     first = await listed(six, limit=4)
     assert first == ["t6", "t5", "t4", "t3"]
@@ -93,6 +103,20 @@ async def test_tasks_are_sorted_by_priority_or_end_with_pages_that_follow(six: T
     assert await listed(six, **by_end) == ["t2", "t1"]
     assert await listed(six, **by_end, after=(NOW, "t2")) == ["t1"]
     assert await listed(six, **by_end, descending=False, after=(NOW - 0.25, "t1")) == ["t2"]
+
+
+async def test_first_records_are_read_filter_after_filter_up_to_the_limit(six: TaskStore) -> None:
+    lab = TaskFilter("lab")
+    running = replace(lab, states=(TaskState.ADMITTED,))
+    queued = replace(lab, states=(TaskState.PENDING,), ids=(TaskId("t4"), TaskId("t1"), TaskId("t7")))
+    waiting, ended = replace(lab, states=(TaskState.PENDING,)), replace(lab, states=(TaskState.SUCCEEDED,))
+
+    async def first(*parts: TaskFilter, limit: int = 9) -> list[str]:
+        return [record.task.id for record in await six.first_records(parts, limit)]
+
+    assert await first(running, queued, waiting, ended) == ["t1", "t4", "t6", "t5", "t3", "t2"]
+    assert await first(running, queued, waiting, ended, limit=2) == ["t1", "t4"]
+    assert await first(replace(lab, ids=())) == await first() == []
 
 
 async def test_the_ids_of_what_matches_are_selected_without_holders_of_models(six: TaskStore) -> None:

@@ -77,6 +77,11 @@ class Task(Answer, frozen=True):
         this task."""
         return self._broker().logs(self, **wanted)
 
+    def events(self, **wanted: Any) -> Any:
+        """Iterate over the task's events, as `broker.events(task, follow=True)` of the broker that returned
+        this task."""
+        return self._broker().events(self, **wanted)
+
     def _broker(self) -> Any:
         broker = None if self.told_by is None else self.told_by()
         if broker is None:

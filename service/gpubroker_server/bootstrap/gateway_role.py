@@ -143,8 +143,15 @@ class GatewayRole:
         self._calls = None if plane is None else self._grpc_port(plane)
         self._closing: asyncio.Task[None] | None = None
         self._server = server_of(layers, connection)
+        self._follow(follower)
+
+    def _follow(self, follower: LogFollower) -> None:
+        """Have requests that wait, and event streams, get what the follower reads."""
+        subscriptions = self._parts.subscriptions
         follower.listen(self._waiters.on_events)
+        follower.listen(subscriptions.on_events)
         follower.on_reread.append(lambda _fault: self._waiters.wake_all())
+        follower.on_reread.append(lambda _fault: subscriptions.end_all())
 
     async def begin(self) -> None:
         await self._tokens.load()
@@ -192,8 +199,9 @@ class GatewayRole:
                 await host.close()
 
     def drain(self) -> None:
-        """Report that this process ends, and answer waiting requests now."""
+        """Report that this process ends, answer waiting requests now, and end the event streams."""
         self._waiters.close()
+        self._parts.subscriptions.close()
 
     def stop(self, most_seconds: float) -> None:
         """Accept no new requests. Requests under way may be answered within `most_seconds`."""

@@ -115,7 +115,7 @@ def create_app(parts: AppParts) -> FastAPI:
 
     sources = Sources(
         world, parts.follower.age_seconds, parts.leadership.leader, policy, clock.now, fragmented,
-        parts.disk_full, lambda: parts.database_log.seen, parts.extensions,
+        parts.disk_full, lambda: parts.database_log.seen, lambda: len(parts.subscriptions), parts.extensions,
     )  # fmt: skip
     app.state.telemetry = telemetry = Telemetry(sources)
     storage = ObjectStorage(parts.store, parts.blobs, clock, parts.limits)

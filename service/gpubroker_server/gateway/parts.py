@@ -27,6 +27,7 @@ from gpubroker_server.http.identity import Tokens
 from gpubroker_server.http.ids import Ids
 from gpubroker_server.http.leader_release import LeaderRelease
 from gpubroker_server.http.routing import app_part
+from gpubroker_server.http.subscriptions import Subscriptions
 from gpubroker_server.http.times import Follower, Freshness
 from gpubroker_server.http.waiters import LeaderRequests, Leadership, OneAtATime, Waiters
 from gpubroker_server.ports.model_servers import KnownServer, ModelResidencies
@@ -128,6 +129,12 @@ class AppParts:
     @cached_property
     def freshness(self) -> Freshness:
         return Freshness(self.follower, self.store, self.waiters, self.limits)
+
+    @cached_property
+    def subscriptions(self) -> Subscriptions:
+        """The open event streams. The composition root passes every batch of committed events to
+        `on_events`."""
+        return Subscriptions(self.limits.event_streams, self.limits.token_event_streams)
 
     @cached_property
     def log_readers(self) -> LogReaders:

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from gpubroker_server.core.domain.limits import ServiceLimits
-from gpubroker_server.http.answering import Answering
+from gpubroker_server.http.answering import Answering, ClientStalled
 from gpubroker_server.http.faults import invalid, request_faults
 from gpubroker_server.http.identity import Callers
 from gpubroker_server.http.ids import Ids
@@ -102,6 +102,10 @@ class RequestMiddleware:
             scope["path"] = scope["path"].rstrip("/") or "/"
         try:
             await self._route(scope, receive, answering)
+        except ClientStalled:
+            if answering.abort():
+                while (await receive())["type"] != "http.disconnect":
+                    pass
         except ClientDisconnect:
             pass
         except Exception as fault:

@@ -114,7 +114,8 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "model-ambiguous": ProblemKind(
         409,
         "The model is at several servers",
-        'model "{model}" is at several servers ({servers}); choose one of them, as in ?server={first}',
+        'model "{model}" is at several servers ({servers}); choose one of them: ?server={first}, or on the '
+        "command line --server {first}",
     ),
     "model-in-use": ProblemKind(
         409,
@@ -172,8 +173,9 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "events-gone": ProblemKind(
         410,
         "These events are no longer kept",
-        "events up to position {last_gone} are no longer kept, and some of them came after {after}; "
-        "read the present state (GET /tasks, GET /gpus), then read on without `after`",
+        "events up to position {last_gone} are no longer kept, and some of them came after {after}; the "
+        "oldest that is kept is at {oldest}; read the present state (GET /tasks, GET /gpus), then read on "
+        "without `after`",
     ),
     "payload-too-large": ProblemKind(413, "The body is too large"),
     "unsupported-media-type": ProblemKind(415, "The body has a type or encoding that is not supported"),
@@ -242,6 +244,7 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "(limits.tenant_waits); wait for fewer tasks at once, or ask again without waiting",
         retryable=True,
     ),
+    "event-streams-full": ProblemKind(429, "Too many event streams are open", retryable=True),
     "tenant-requests": ProblemKind(
         429,
         "The tenant has too many requests to models under way",

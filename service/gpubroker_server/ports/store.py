@@ -172,7 +172,10 @@ class TaskFilter(Struct, frozen=True):
     kind: str | None = None
     """One of entrypoint, command, function, inference, external and model; None for all kinds but model."""
     quarantined: bool | None = None
-    """Of the ended tasks, True selects those whose memory still counts as used, and False the others."""
+    """Selects ended tasks whose memory still counts as used (True), or no longer does (False). Unfinished
+    tasks are selected beside them only if `states` names states of unfinished tasks."""
+    ids: tuple[TaskId, ...] | None = None
+    """Selects tasks with these ids only."""
     sort: TaskSort = TaskSort.SUBMITTED
     descending: bool = True
     after: SortKey = ()
@@ -295,6 +298,11 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
 
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]: ...
 
+    async def first_records(self, parts: Sequence[TaskFilter], limit: int) -> Sequence[TaskRecord]:
+        """Return the records of the first filter, then those of the second, and so on, each task once. A
+        filter is read only if the filters before it have fewer than `limit` tasks. All are read in one
+        snapshot of the database, so that a task which changes its state meanwhile is in one of them."""
+
     async def selected(self, wanted: TaskFilter) -> Sequence[TaskId]:
         """Return the ids of the tasks that `records` would return, without holders of models, which no
         request for tasks ends."""
@@ -363,9 +371,10 @@ class BlobStore(Protocol):
         """Add the next part of a new object, and return the number of bytes that are stored by now. A part at
         byte 0 begins the object anew."""
 
-    async def finish(self, upload: str, digest: str) -> None:
+    async def finish(self, upload: str, digest: str, *, was_computed: bool = False) -> None:
         """Make an object of the parts of an upload. Raises BlobMissing, or BlobCorrupt if the bytes have
-        another digest."""
+        another digest. With `was_computed` the caller has computed the digest from the parts that it has
+        added, and they are not read again."""
 
     async def discard(self, upload: str) -> None: ...
 

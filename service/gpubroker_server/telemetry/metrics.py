@@ -349,6 +349,12 @@ _SERVICE: Final = (
         lambda log: log.grown_bytes,
     ),
     MetricRow(
+        "gpubroker_event_streams",
+        "Event streams that are open at this gateway.",
+        (),
+        lambda scrape: [((), float(scrape.sources.event_streams()))],
+    ),
+    MetricRow(
         "gpubroker_disk_full",
         "1 if a disk that this process writes to is full, else 0.",
         (),

@@ -66,6 +66,8 @@ class Sources(Struct, frozen=True):
     fragmentation: Callable[[], tuple[Fragmentation, Scattered | None]]
     disk_full: Callable[[], str]
     database_log: Callable[[], LogGrowth | None]
+    event_streams: Callable[[], int]
+    """Returns the number of open event streams."""
     extensions: Callable[[], Sequence[ExtensionRow]] = tuple
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from gpubroker import Broker
 
+from tests.chaos.forked import ForkedServiceOnRay
 from tests.e2e.guarded_disk import GuardedDisk, guarded_disk
 from tests.e2e.policy import POLICY
 from tests.e2e.service_process import ServiceProcess
@@ -28,7 +29,7 @@ def _service(tmp_path_factory: pytest.TempPathFactory, guarded: GuardedDisk) -> 
     settings: dict[str, Any] = {"ray": ray, "policy": POLICY, "limits": {"result_bytes": 2**20}}
     settings["fleet"] = {**guarded.settings, "overload": OVERLOAD}
     settings["entrypoints"] = ["tests.e2e.work:*", "bench.tasks:*", "examples.elastic:*"]
-    with ServiceProcess(home, submit_from_tasks=True, **settings) as running:
+    with ForkedServiceOnRay(home, submit_from_tasks=True, **settings) as running:
         yield running
 
 

@@ -25,6 +25,7 @@ from gpubroker.cli.tasks.submit import (
     Name,
     Priority,
     Upload,
+    UploadingCommand,
     read_options,
 )
 
@@ -48,7 +49,7 @@ Max = Annotated[int | None, typer.Option("--max", help="At most so many.")]
 _SECONDS = {"parser": parsing.seconds, "metavar": "DURATION"}
 
 
-@workers.command()
+@workers.command(cls=UploadingCommand)
 def create(
     target: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="Object that each worker makes.")],
     args: Args = None,
