@@ -112,7 +112,7 @@ def kill_one(service: ServiceProcess, folder: Path, luck: random.Random, part: s
             service.broker.cancel(task, grace_seconds=1)
         service.broker.wait(task, timeout_seconds=RAY_SECONDS)
         until(lambda: all(gpu.leased_mb == 0 for gpu in service.broker.gpus()), "its memory is free")
-        assert processes_of(task) == []
+        assert {pid: command(pid) for pid in processes_of(task)} == {}
     assert witness.early == []
     until(lambda: set(directories()) <= before, "its directories are removed")
 

@@ -28,6 +28,8 @@ status."""
 _PIDFD_INFO_EXIT = 8
 _KERNEL_THREAD = 0x00200000
 """PF_KTHREAD in the flags of /proc/<pid>/stat."""
+SEARCHES_AFTER_A_FIND = 4
+"""The number of whole searches in a row that must find nothing, once one has found a process."""
 _READS = 3
 BARE_SECONDS = 10.0
 """The time for which a process without arguments and environment may belong to a run."""
@@ -349,6 +351,7 @@ async def kill_leftovers(instance: str, mark: str, log: Path, since_ticks: int =
     """
     marks = {RUN_MARK: mark, INSTANCE_MARK: instance}
     bare_since: dict[ProcessId, float] = {}
+    searches_to_come = 1
 
     def is_left(process: ProcessId) -> bool | None:
         """Return None if that cannot be told now."""
@@ -361,10 +364,16 @@ async def kill_leftovers(instance: str, mark: str, log: Path, since_ticks: int =
         return None if time.monotonic() - since < BARE_SECONDS else False
 
     def are_gone() -> bool:
+        nonlocal searches_to_come
         new = [e.id for e in process_table().values() if e.id.start_ticks >= since_ticks]
         found = [(process, is_left(process)) for process in new]
         kill_all([process for process, left in found if left])
-        return all(left is False for _, left in found)
+        if any(left is not False for _, left in found):
+            # One that was started during this search may not be in the table that the search has read.
+            searches_to_come = SEARCHES_AFTER_A_FIND
+            return False
+        searches_to_come -= 1
+        return searches_to_come <= 0
 
     await _until(are_gone)
 
