@@ -67,6 +67,8 @@ from tests.contracts.form_samples import (
     RECORD,
     RUN,
     UPLOADED,
+    WITH_RAY,
+    alone_in,
     news_of,
     orders_in,
     written,
@@ -104,6 +106,13 @@ OF_ITEMS = ItemsReported(*OF_RUN, 4, RESULTS, ((0, 5), (7, 8)), 9, 1)
 OUTPUT = OutputPart(*OF_RUN, "abc", 9, 5, b"data", 2, "left out: 1 that are links", N, 1)
 
 
+def ordered_in(agent: int) -> RunOrder:
+    """Return the order of the run, as this form of agents knows it."""
+    if agent >= wire.STARTS_RAY:
+        return WITH_RAY
+    return UPLOADED if agent >= wire.UNPACKS_UPLOADS else RUN
+
+
 def frozen(name: str) -> bytes:
     return (FORMS / name).read_bytes()
 
@@ -120,7 +129,7 @@ def test_each_form_is_written_as_it_was_frozen(agent: int, runner: int) -> None:
 def test_orders_are_read(agent: int) -> None:
     start, *others = unpack(frozen(f"agent-{agent}-orders.msgpack"))
     assert start[:3] == ("start", "a.1", False)
-    assert RunOrder.from_wire(start[3]) == (UPLOADED if agent >= wire.UNPACKS_UPLOADS else RUN)
+    assert RunOrder.from_wire(start[3]) == ordered_in(agent)
     writer = wire.OrderWriter(1000, 500)
     about_runs = [unpack(wire.pack(writer.write(o, PAYLOAD))) for o in orders_in(agent)[1:]]
     more = [LOG_ORDER, *ANSWERS, *(unpack(wire.pack(it)) for it in (DISK_ORDER, PEERS_ORDER))]
@@ -227,7 +236,7 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
     for item in unpack(frozen(f"runner-{runner}-items.msgpack")):
         runner_module._carry_out(SimpleNamespace(**noted), item, runner)  # type: ignore[arg-type]
     key = RunKey("t", 3, 1)
-    alone = UPLOADED if runner >= messages.KNOWS_UPLOADS else RUN
+    alone = alone_in(runner)
     new = [
         ("answer_items", key, 4, ((0, 5), (7, 8)), False),
         ("take_object", key, "abc", None, ("object_missing", "no")),

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
-PROTOCOL = 8
+PROTOCOL = 9
 """The number of the form in which agent and run process communicate; the first value of every call of the
 agent."""
-SPOKEN = (5, 6, 7, PROTOCOL)
+SPOKEN = (5, 6, 7, 8, PROTOCOL)
 """The forms that this release understands, the newest last. A run outlives the agent that started its
 process, and an agent starts processes of the software that is installed by then, so a release also
 understands the forms since the last release. Both sides use the newest form that they share."""
@@ -33,6 +33,9 @@ command reported completion. In earlier forms, exit code 0 was success in any ca
 KNOWS_UPLOADS = 8
 """The first form in which a process knows that its directory is a copy of an upload, whose modules come first
 on Python's path."""
+
+STARTS_RAY = 9
+"""The first form in which a process starts a Ray cluster for a run that asks for one."""
 
 ENDED_WELL = b'{"exit_code":0}'
 """The result of a command that ended with exit code 0."""
@@ -65,6 +68,8 @@ class RunKey(NamedTuple):
 
 OF_DIRECTORIES = ("upload", "outputs")
 """The fields of a RunOrder that concern directories, which earlier releases do not know."""
+OF_RAY = ("cpu", "custom")
+"""The fields of a RunOrder that only a program with Ray needs. Earlier releases ignore them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +108,21 @@ class RunOrder:
     directory."""
     outputs: tuple[str, ...] = ()
     """The patterns of the files in the run's directory that are collected at its end."""
+    cpu: float | None = None
+    """The number of CPUs that the run asked for; None if the order does not say."""
+    custom: tuple[tuple[str, float], ...] = ()
+    """(name, amount) of the custom resources that the run asked for."""
 
     @property
     def key(self) -> RunKey:
         return RunKey(self.task, self.fence, self.rank)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the fields of the order, without those of directories if they are empty: earlier releases do
-        not know them."""
-        left_out = () if self.upload or self.outputs else OF_DIRECTORIES
+        """Return the fields of the order, without those of directories and of Ray if they are empty: earlier
+        releases do not know them."""
+        left_out: tuple[str, ...] = () if self.upload or self.outputs else OF_DIRECTORIES
+        if self.cpu is None:
+            left_out += OF_RAY
         return {name: getattr(self, name) for name in _names_of(RunOrder) if name not in left_out}
 
     @classmethod

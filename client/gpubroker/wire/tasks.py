@@ -209,6 +209,8 @@ class Task(Answered, frozen=True, kw_only=True):
     model_type: str
     profile: str
     upload: Annotated[str, Meta(description="Object with the directory that it works in; empty: none.")] = ""
+    ray: Annotated[str, Meta(description="Its Ray cluster: `private`, `shared`, or empty for none.")] = ""
+    ray_dashboard: bool = False
     max_concurrency: Annotated[
         int | None, Meta(description="For the task's own code, in GPUBROKER_MAX_CONCURRENCY.")
     ]

@@ -231,6 +231,7 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "model": run.model,
         "profile": task.profile,
         "upload": task.upload[:12],
+        "ray": f"a {task.ray} cluster" if task.ray else None,
         "gpu": demand(task.resources.raw),
         "size": task.sizing.message if task.sizing else None,
         "node": task.node,

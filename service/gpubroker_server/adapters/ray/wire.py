@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import msgpack
-from gpubroker.runtime.messages import OF_DIRECTORIES, RunOrder
+from gpubroker.runtime.messages import OF_DIRECTORIES, OF_RAY, RunOrder
 from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, LIMITS_MB
 from msgspec.structs import astuple
@@ -41,10 +41,10 @@ from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, OutputPart, PartAnswer
 
-PROTOCOL = 12
+PROTOCOL = 13
 """The number of the newest protocol between driver and agent. The first value of every message is the number
 of its protocol."""
-SPOKEN = (8, 9, 10, 11, PROTOCOL)
+SPOKEN = (8, 9, 10, 11, 12, PROTOCOL)
 """The protocols that this release speaks, the newest last. An agent outlives the service that started it, so
 a release also speaks the protocols since the last release. Both sides use the newest one that they share."""
 
@@ -65,6 +65,9 @@ function instead of the object, and would end the worker of a set with its objec
 UNPACKS_UPLOADS = 12
 """The first protocol in which agents unpack the uploaded directory of a run and collect its outputs. An
 earlier agent would start the run in another directory."""
+STARTS_RAY = 13
+"""The first protocol in which agents start a Ray cluster for a run that asks for one. An earlier agent would
+run the command once per rank, without a cluster."""
 _OBJECT_ID = re.compile(rb'(?:"object":"|\x8c@)[0-9a-f]{64}')
 """Matches the id of an object in JSON, and any text of 64 hexadecimal digits in a pickle."""
 
@@ -105,6 +108,8 @@ def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:
 def least_form_for(payload: RunPayload) -> int:
     """Return the first protocol whose agents run this payload correctly."""
     spec = payload.spec
+    if spec.ray:
+        return STARTS_RAY
     if spec.upload or spec.outputs:
         return UNPACKS_UPLOADS
     if spec.items is not None or spec.seat is not None or _OBJECT_ID.search(payload.arguments) is not None:
@@ -192,15 +197,17 @@ class OrderWriter:
             "result_limit_bytes": self._result_limit_bytes,
             "checkpoint_limit_bytes": self._checkpoint_limit_bytes,
         }
-        if not (spec.upload or spec.outputs):
-            return {name: given[name] for name in _RUN_ORDER_BEFORE_UPLOADS}
-        return {name: given[name] for name in _RUN_ORDER}
+        names = _RUN_ORDER if spec.upload or spec.outputs else _RUN_ORDER_BEFORE_UPLOADS
+        if spec.kind == "command":  # only commands start a Ray of their own
+            names += OF_RAY
+        return {name: given[name] for name in names}
 
 
-_RUN_ORDER = tuple(field.name for field in dataclasses.fields(RunOrder))
+_FIELDS = tuple(field.name for field in dataclasses.fields(RunOrder))
+_RUN_ORDER = tuple(name for name in _FIELDS if name not in OF_RAY)
 _RUN_ORDER_BEFORE_UPLOADS = tuple(name for name in _RUN_ORDER if name not in OF_DIRECTORIES)
 _OF_ORDER, _OF_PAYLOAD, _OF_SPEC = (
-    tuple(name for name in _RUN_ORDER if name in kind.__struct_fields__)
+    tuple(name for name in _FIELDS if name in kind.__struct_fields__)
     for kind in (StartOrder, RunPayload, RunSpec)
 )
 _of_order, _of_payload, _of_spec = attrgetter(*_OF_ORDER), attrgetter(*_OF_PAYLOAD), attrgetter(*_OF_SPEC)
