@@ -13,7 +13,6 @@ from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.messages import RunKey, RunOrder, is_report
 from gpubroker.runtime.process import ProcessSetup
 from gpubroker_server.adapters.ray import wire
-from gpubroker_server.adapters.ray.agent import runner as runner_module
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles
 from gpubroker_server.adapters.ray.agent.runner_process import describe
 from gpubroker_server.adapters.ray.driver.reports import ReportReader
@@ -225,7 +224,9 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
         for name in methods
     }
     for item in unpack(frozen(f"runner-{runner}-items.msgpack")):
-        runner_module._carry_out(SimpleNamespace(**noted), item, runner)  # type: ignore[arg-type]
+        tell_output = runner >= messages.TELLS_OUTPUT
+        host = SimpleNamespace(_child=None, **noted)
+        RunHost.take(host, item, tell_output=tell_output)  # type: ignore[arg-type]
     key = RunKey("t", 3, 1)
     alone = UPLOADED if runner >= messages.KNOWS_UPLOADS else RUN
     new = [

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
-PROTOCOL = 8
+PROTOCOL = 9
 """The number of the form in which agent and run process communicate; the first value of every call of the
 agent."""
-SPOKEN = (5, 6, 7, PROTOCOL)
+SPOKEN = (5, 6, 7, 8, PROTOCOL)
 """The forms that this release understands, the newest last. A run outlives the agent that started its
 process, and an agent starts processes of the software that is installed by then, so a release also
 understands the forms since the last release. Both sides use the newest form that they share."""
@@ -33,6 +33,9 @@ command reported completion. In earlier forms, exit code 0 was success in any ca
 KNOWS_UPLOADS = 8
 """The first form in which a process knows that its directory is a copy of an upload, whose modules come first
 on Python's path."""
+
+KNOWS_ENVIRONMENTS = 9
+"""The first form in which a process hands its run over to the interpreter of an environment."""
 
 ENDED_WELL = b'{"exit_code":0}'
 """The result of a command that ended with exit code 0."""
@@ -65,6 +68,9 @@ class RunKey(NamedTuple):
 
 OF_DIRECTORIES = ("upload", "outputs")
 """The fields of a RunOrder that concern directories, which earlier releases do not know."""
+
+OF_ENVIRONMENTS = ("environment", "interpreter", "prefix", "brought", "container")
+"""The fields of a RunOrder that concern environments, which earlier releases do not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +110,28 @@ class RunOrder:
     outputs: tuple[str, ...] = ()
     """The patterns of the files in the run's directory that are collected at its end."""
 
+    environment: str = ""
+    """The key of the environment of the run; empty for that of the service."""
+    interpreter: str = ""
+    """The Python of the environment on this node, as the agent has found or built it; empty in a
+    container."""
+    prefix: str = ""
+    """The directory of the virtual or conda environment; empty if the interpreter belongs to neither."""
+    brought: str = ""
+    """The directory with this package and cloudpickle for the interpreter of an environment."""
+    container: tuple[str, ...] = ()
+    """The words before a command that run it in a container; empty without one."""
+
     @property
     def key(self) -> RunKey:
         return RunKey(self.task, self.fence, self.rank)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the fields of the order, without those of directories if they are empty: earlier releases do
-        not know them."""
-        left_out = () if self.upload or self.outputs else OF_DIRECTORIES
+        """Return the fields of the order, without those of directories and environments if they are empty:
+        earlier releases do not know them."""
+        left_out = fields_left_out(
+            has_directory=bool(self.upload or self.outputs), has_environment=bool(self.environment)
+        )
         return {name: getattr(self, name) for name in _names_of(RunOrder) if name not in left_out}
 
     @classmethod
@@ -137,6 +157,13 @@ class RunOutcome:
     """The format of the result: json, cloudpickle or object, which is JSON whose field `object` is the id of
     the object that the result has become."""
     fault: RunFault | None = None
+
+
+def fields_left_out(*, has_directory: bool, has_environment: bool) -> tuple[str, ...]:
+    """Return the names of the fields of a RunOrder that are not written, because they are empty."""
+    if has_environment:
+        return () if has_directory else OF_DIRECTORIES
+    return OF_ENVIRONMENTS if has_directory else (*OF_DIRECTORIES, *OF_ENVIRONMENTS)
 
 
 def known_fields(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -242,7 +242,11 @@ def test_a_preempted_worker_ends_its_calls_first_and_comes_back(broker: Broker, 
     workers = at_work(broker, made, 2).workers
     assert sorted((one.attempt, one.failures) for one in workers) == [(1, 0), (2, 0)]
     [again] = [one for one in workers if one.attempt == 2]
-    kinds = [event.kind for event in broker.events(again) if event.key == again.id and event.kind.startswith("worker.")]
+    kinds = [
+        event.kind
+        for event in broker.events(again)
+        if event.key == again.id and event.kind.startswith("worker.")
+    ]
     assert kinds == ["worker.joined", "worker.left", "worker.joined"]
     ended(broker, made)
 

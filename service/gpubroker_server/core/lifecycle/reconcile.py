@@ -26,7 +26,7 @@ from gpubroker_server.core.domain.ranks import ranks_of
 from gpubroker_server.core.domain.setting_marks import NonNegativeMib, PositiveAmount, PositiveMib, alone
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId, device_key
-from gpubroker_server.core.lifecycle import external_leases, gpu_closures
+from gpubroker_server.core.lifecycle import environments, external_leases, gpu_closures
 from gpubroker_server.core.lifecycle.gang_runs import beginning_orders, stop_order
 from gpubroker_server.core.lifecycle.runs import apply_reports, dissolved_pledges
 from gpubroker_server.core.lifecycle.stopping import stop_orders
@@ -128,6 +128,7 @@ def _node_row(world: World, seen: NodeReport, rules: InventoryRules) -> tuple[No
         memory_mb=Mib(max(0, (node_rules.memory_mb or agents.memory_mb) - node_rules.reserve_memory_mb)),
         # A node whose agent reports 0 runs takes nothing, whatever the rules say.
         max_runs=(node_rules.max_runs or agents.max_runs) if agents.max_runs else 0,
+        environments=environments.reported(known, agents),
     )
     if known is None:
         return (row,)

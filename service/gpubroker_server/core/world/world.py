@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import QueuePause, Request, StreamState
+from gpubroker_server.core.domain.demand import environment_of
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.holders import Gang, Model
@@ -111,6 +112,8 @@ class World:
         """Maps a tenant to the number of its pending tasks that are held until a person lets them go."""
         self.pending_bytes: Counter[str] = Counter()
         """Maps a tenant to the bytes that its pending tasks keep for their runs."""
+        self.unprepared: dict[str, set[TaskId]] = {}
+        """Maps the key of an environment to the pending tasks that run in it."""
         self.models = ModelIndex()
         self.learned = RunHistory()
         self.mix = DemandMix()
@@ -396,6 +399,8 @@ class World:
             self.queue.add(task)
             if task.waits_until is not None:
                 self.expiring[task.id] = task.waits_until
+            if key := environment_of(task.demand):
+                self.unprepared.setdefault(key, set()).add(task.id)
         elif task.is_active:
             self._count_active(task, +1, grows=grows)
             self.active[task.id] = may_be_late_at(task)
@@ -410,6 +415,10 @@ class World:
                 self.pending_held[task.tenant] -= 1
             self.queue.remove(task)
             self.expiring.pop(task.id, None)
+            if key := environment_of(task.demand):
+                self.unprepared[key].discard(task.id)
+                if not self.unprepared[key]:
+                    del self.unprepared[key]
         else:  # the task is active, since a task that has ended no longer changes
             self._count_active(task, -1, grows=grows)
             self.active.pop(task.id, None)

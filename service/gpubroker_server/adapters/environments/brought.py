@@ -1,0 +1,55 @@
+"""A copy of what the interpreters of environments need of gpubroker: its client package and cloudpickle."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import cloudpickle
+import gpubroker
+
+PACKAGES = (Path(gpubroker.__file__).parent, Path(cloudpickle.__file__).parent)
+
+
+class Brought:
+    """The copy of one node. Every user may read it. Its name contains the digest of its files, so runs of an
+    earlier release keep theirs."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._made: Path | None = None
+
+    def for_functions(self) -> str:
+        """Return the directory with gpubroker and cloudpickle. Raises OSError."""
+        return str(self._copy() / "functions")
+
+    def for_commands(self) -> str:
+        """Return the directory with gpubroker alone, since a program may have a cloudpickle of its own.
+        Raises OSError."""
+        return str(self._copy() / "commands")
+
+    def _copy(self) -> Path:
+        if self._made is not None and self._made.exists():
+            return self._made
+        path = self._root / f"gpubroker-{_digest()}"
+        if not path.exists():
+            draft = path.with_suffix(".new")
+            shutil.rmtree(draft, ignore_errors=True)
+            for package in PACKAGES:
+                ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+                shutil.copytree(package, draft / "functions" / package.name, ignore=ignored)
+            (draft / "commands").mkdir()
+            (draft / "commands/gpubroker").symlink_to("../functions/gpubroker")
+            for inner in (draft, *draft.rglob("*")):
+                if not inner.is_symlink():
+                    inner.chmod(0o755 if inner.is_dir() else 0o644)
+            draft.rename(path)
+        self._made = path
+        return path
+
+
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for file in sorted(package.rglob("*.py")):
+            digest.update(str(file.relative_to(package.parent)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
