@@ -18,8 +18,8 @@ _FIELDS = ("python", "conda", "requirements", "project", "container")
 
 
 def project_to_store(given: Any) -> Path | None:
-    """Return the directory with the pyproject.toml and uv.lock that must be stored as an object first; None if
-    the environment has none."""
+    """Return the directory with the pyproject.toml and uv.lock that must be stored as an object first; None
+    if the environment has none."""
     if isinstance(given, Mapping):
         given = given.get("project")
     if isinstance(given, ObjectRef) or not _is_file(given):
@@ -79,8 +79,8 @@ def _read(path: Path) -> dict[str, Any]:
     if directory is not None:
         if (directory / LOCK).is_file():
             raise WrongArgument(
-                f"{directory} has a {LOCK}, which is sent as an object; name it in submit, not in a body that "
-                "is made in advance"
+                f"{directory} has a {LOCK}, which is sent as an object; name it in submit, not in a body that is "
+                "made before"
             )
         return _of_project(directory / PROJECT)
     if path.suffix == ".py":

@@ -24,8 +24,8 @@ Send = Callable[[Call], Steps[Answer]]
 
 def fitting_body(send: Send, target: Target, args: Sequence[Any], options: SubmitOptions) -> Steps[bytes]:
     """Return the JSON of a submit; if it is too long, large arguments are replaced by objects. The directory
-    and the environment's project that `options` name are sent. Raises as `submission_body` does, and Refused if the service takes no
-    more objects."""
+    and the environment's project that `options` name are sent. Raises as `submission_body` does, and Refused
+    if the service takes no more objects."""
     if is_to_upload(options, target):
         options = yield from with_stored(send, target, options)
     body = submission_body(target, args, options)

@@ -90,6 +90,7 @@ def env_of(rules: BuildRules, place: Place, node_env: Mapping[str, str]) -> dict
         "UV_PYTHON_INSTALL_DIR": str(place.cache / "python"),
         "UV_PYTHON_DOWNLOADS": "automatic" if rules.download_python else "never",
         "UV_PROJECT_ENVIRONMENT": str(place.target),
+        "UV_SYSTEM_CERTS": "1",  # an index of the operator may have a certificate of its own
         "UV_NO_PROGRESS": "1",
         "NO_COLOR": "1",
     }

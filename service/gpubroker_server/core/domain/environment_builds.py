@@ -17,7 +17,7 @@ _NETWORK = re.compile(
     re.IGNORECASE,
 )
 _NOT_NETWORK = re.compile(
-    r"no solution found|HTTP status client error|network connectivity is disabled|not found in the (registry|"
+    r"no solution found|HTTP status client error|network connectivity is disabled|peer certificate|not found in the (registry|"
     r"package registry)",
     re.IGNORECASE,
 )

@@ -263,13 +263,13 @@ class GivenEnvironment(Body):
         Text, Field(max_length=4095, description="The name or path of a conda environment on the nodes.")
     ] = ""
     requirements: Annotated[
-        tuple[Annotated[Text, Field(max_length=2000)], ...],
+        list[Annotated[Text, Field(max_length=2000)]],
         Field(
             max_length=1000,
             description="Packages that each node installs once, as lines of a requirements.txt.",
             examples=[["numpy>=2", "torch==2.8.0"]],
         ),
-    ] = ()
+    ] = Field(default_factory=list)
     project: Annotated[
         str,
         StringConstraints(pattern="^[0-9a-f]{64}$"),
@@ -331,7 +331,7 @@ class SubmitTask(Timed):
         BeforeValidator(_named_environment),
         Field(
             description="The interpreter and the packages of its runs; a string is the name of an "
-            "environment of the operator. Left out: that of the profile or the model type, or the service's own."
+            "environment of the operator. Left out: that of the profile or the model type, or the service's."
         ),
     ] = None
     held: Annotated[

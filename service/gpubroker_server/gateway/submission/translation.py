@@ -89,7 +89,9 @@ def submission_of(body: SubmitTask | SimulateTask, tenant: str) -> Submission:
 
 def environment_of(given: GivenEnvironment | None) -> Environment | None:
     """Return the environment that a body states; None if it states none. A name is looked up at admission."""
-    return None if given is None else Environment(**given.model_dump())
+    if given is None:
+        return None
+    return Environment(**{**given.model_dump(), "requirements": tuple(given.requirements)})
 
 
 def with_run_of(run: Entrypoint | Command | Function, spec: RunSpec) -> RunSpec:
