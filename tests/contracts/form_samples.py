@@ -12,6 +12,7 @@ from typing import Any
 
 from gpubroker.runtime.messages import (
     ENDED_WELL,
+    KNOWS_ENVIRONMENTS,
     KNOWS_NOTICE,
     KNOWS_UPLOADS,
     RESIZES,
@@ -25,6 +26,7 @@ from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.adapters.ray.wire import (
     MEASURE,
+    PREPARES_ENVIRONMENTS,
     TELLS_GPU_STATE,
     TELLS_LOGS,
     TELLS_UNPROVEN_ENDS,
@@ -35,15 +37,18 @@ from gpubroker_server.adapters.ray.wire import (
     object_order,
     pack,
     peers_order,
+    prepare_order,
     write_reports,
 )
 from gpubroker_server.core.domain.device import DiskOrder, FileClass, FoundFile, WatchedRoot
+from gpubroker_server.core.domain.environment import Environment
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
     ItemsOrder,
     LogName,
     Order,
+    PrepareOrder,
     StackOrder,
     StartOrder,
     StopOrder,
@@ -96,12 +101,25 @@ RUN = RunOrder(
 )
 UPLOADED = dataclasses.replace(RUN, upload="ab" * 32, outputs=("runs/**",))
 """The same with a directory, which came with form 12 of agents."""
+IN_ENVIRONMENT = dataclasses.replace(UPLOADED, environment="e1")
+"""The same with an environment, which came with form 13 of agents."""
+PREPARED = dataclasses.replace(
+    IN_ENVIRONMENT, interpreter="/env/bin/python", prefix="/env", brought="/brought/functions"
+)
+"""The same once the agent has filled in the environment, which came with form 9 of run processes."""
+ENVIRONMENT = Environment(python="3.11", requirements=("numpy>=2",))
 SPEC = RunSpec(
     kind="function", entrypoint="jobs:train", command=("train", "-v"), python="3.11", env={"A": "b"},
     result_format="cloudpickle", working_directory="/work",
 )  # fmt: skip
 PAYLOAD = RunPayload(SPEC, b"\x80args", b"state", "s3://state", 3, "name", "tenant", 60.0)
 UPLOADED_PAYLOAD = replace(PAYLOAD, spec=replace(SPEC, upload=UPLOADED.upload, outputs=UPLOADED.outputs))
+IN_ENVIRONMENT_PAYLOAD = replace(
+    UPLOADED_PAYLOAD, spec=replace(UPLOADED_PAYLOAD.spec, environment=ENVIRONMENT), environment="e1"
+)
+PREPARE_ORDER = prepare_order(
+    PrepareOrder(NodeName("n1"), "a.1", "e1", TaskId("t"), "tenant"), ENVIRONMENT, b"archive"
+)
 ORDERS: tuple[Order, ...] = (
     StartOrder(
         *AT, ((GPU, Mib(100)),), shareable=False, priority=70, rank=1, world_size=2, barrier=True,
@@ -165,6 +183,9 @@ IN_NEED = {"GPU-a": (300.5, 54, 1980, 2619, 0, 79, 48, True, "reset")}
 """The health of a GPU that needs a reset."""
 ABSENT = {**NODE, "gpu_absence": "the driver is not loaded"}
 """A node whose machine shows no GPU."""
+BUILDING = ("environment", 1000.0, "e1", "preparing", "downloading packages", "", "")
+REMOVED = ("environment", 1000.0, "e1", None, "", "", "")
+WITH_ENVIRONMENTS = {**NODE, "environments": [("e1", "ready", 1000.0, "", "3.11", "")]}
 ASKED = (*WANTED, 5)
 """The agent says from where on it lacks the object."""
 _WANTED, _PART = ObjectWanted(*AT[:2], NOW, "abc", 5, 1), ObjectPart(*AT[:2], NOW, "abc", 9, 5, b"data", 1)
@@ -240,13 +261,19 @@ def items(runner: int) -> Sequence[tuple[Any, ...]]:
     return (
         *(new if runner > 5 else ()),
         ("share", RUN.to_wire()),
-        own_start(UPLOADED if runner >= KNOWS_UPLOADS else RUN, config, Path("/runs/t.log"), "10.0.0.1"),
+        own_start(_alone(runner), config, Path("/runs/t.log"), "10.0.0.1"),
         ("go", ("t", 3, 1), "10.0.0.1:4711"),
         ("world", ("t", 3, 1), (0, 1)),
         *of_growth,
         ("retell", ("t", 3, 1)),
         ("stop", ("t", 3, 1)),
     )
+
+
+def _alone(runner: int) -> RunOrder:
+    if runner >= KNOWS_ENVIRONMENTS:
+        return PREPARED
+    return UPLOADED if runner >= KNOWS_UPLOADS else RUN
 
 
 def description(runner: int) -> Mapping[str, Any]:
@@ -257,11 +284,14 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each file, as this software writes it in these forms."""
     form = OrderWriter(1000, 500)
     about_logs, about_outputs = agent >= TELLS_LOGS, agent >= UNPACKS_UPLOADS
+    has_environments = agent >= PREPARES_ENVIRONMENTS
     payload = UPLOADED_PAYLOAD if about_outputs else PAYLOAD
+    payload = IN_ENVIRONMENT_PAYLOAD if has_environments else payload
     orders = [
         *(form.write(o, payload) for o in orders_in(agent)),
         *([LOG_ORDER, *ANSWERS, DISK_ORDER, PEERS_ORDER] if about_logs else []),
         *([OUTPUT_ANSWER] if about_outputs else []),
+        *([PREPARE_ORDER] if has_environments else []),
         MEASURE,
     ]
     yield f"agent-{agent}-orders.msgpack", pack(orders)
@@ -273,6 +303,8 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     if agent >= TELLS_GPU_STATE:
         reports.append((*NODE_SAMPLED[:-3], IN_NEED, *NODE_SAMPLED[-2:]))
         reports.append(("node_seen", 1000.0, ABSENT, [], []))
+    if has_environments:
+        reports += [BUILDING, REMOVED, ("node_seen", 1000.0, WITH_ENVIRONMENTS, [], [])]
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(to_builtins(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()

@@ -28,11 +28,13 @@ from gpubroker_server.core.domain.device import (
     StoreSample,
     UnreachedNode,
 )
+from gpubroker_server.core.domain.environment import EnvironmentState, NodeEnvironment
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
     Ending,
+    EnvironmentReported,
     Failure,
     Gone,
     Heartbeat,
@@ -59,10 +61,13 @@ from tests.contracts.form_samples import (
     DISK_ORDER,
     FORMS,
     FOUND,
+    IN_ENVIRONMENT,
     LOG_ORDER,
     OUTPUT_ANSWER,
     PAYLOAD,
     PEERS_ORDER,
+    PREPARE_ORDER,
+    PREPARED,
     RECORD,
     RUN,
     UPLOADED,
@@ -103,6 +108,27 @@ OF_ITEMS = ItemsReported(*OF_RUN, 4, RESULTS, ((0, 5), (7, 8)), 9, 1)
 OUTPUT = OutputPart(*OF_RUN, "abc", 9, 5, b"data", 2, "left out: 1 that are links", N, 1)
 
 
+OF_ENVIRONMENTS = [
+    EnvironmentReported(N, AT, "e1", EnvironmentState.PREPARING, "downloading packages"),
+    EnvironmentReported(N, AT, "e1", None),
+    NodeReport(
+        Node(
+            N,
+            2.0,
+            Mib(10),
+            4,
+            "a.1",
+            "b",
+            environments=(NodeEnvironment("e1", EnvironmentState.READY, AT, python="3.11"),),
+        ),
+        (),
+        (),
+        AT,
+        release="0.1.0",
+    ),
+]
+
+
 def frozen(name: str) -> bytes:
     return (FORMS / name).read_bytes()
 
@@ -119,11 +145,13 @@ def test_each_form_is_written_as_it_was_frozen(agent: int, runner: int) -> None:
 def test_orders_are_read(agent: int) -> None:
     start, *others = unpack(frozen(f"agent-{agent}-orders.msgpack"))
     assert start[:3] == ("start", "a.1", False)
-    assert RunOrder.from_wire(start[3]) == (UPLOADED if agent >= wire.UNPACKS_UPLOADS else RUN)
+    of_uploads = IN_ENVIRONMENT if agent >= wire.PREPARES_ENVIRONMENTS else UPLOADED
+    assert RunOrder.from_wire(start[3]) == (of_uploads if agent >= wire.UNPACKS_UPLOADS else RUN)
     writer = wire.OrderWriter(1000, 500)
     about_runs = [unpack(wire.pack(writer.write(o, PAYLOAD))) for o in orders_in(agent)[1:]]
     more = [LOG_ORDER, *ANSWERS, *(unpack(wire.pack(it)) for it in (DISK_ORDER, PEERS_ORDER))]
     more += [OUTPUT_ANSWER] if agent >= wire.UNPACKS_UPLOADS else []
+    more += [PREPARE_ORDER] if agent >= wire.PREPARES_ENVIRONMENTS else []
     assert others == [*about_runs, *(more if agent >= wire.TELLS_LOGS else []), wire.MEASURE]
 
 
@@ -160,6 +188,7 @@ def test_reports_are_read(agent: int) -> None:
         *([OUTPUT] if agent >= wire.UNPACKS_UPLOADS else []),
         *([] if agent == 8 else [NODE_SAMPLED]),
         *([IN_NEED, ABSENT] if agent >= wire.TELLS_GPU_STATE else []),
+        *(OF_ENVIRONMENTS if agent >= wire.PREPARES_ENVIRONMENTS else []),
     ]
 
 
@@ -228,7 +257,8 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
         host = SimpleNamespace(_child=None, **noted)
         RunHost.take(host, item, tell_output=tell_output)  # type: ignore[arg-type]
     key = RunKey("t", 3, 1)
-    alone = UPLOADED if runner >= messages.KNOWS_UPLOADS else RUN
+    of_uploads = PREPARED if runner >= messages.KNOWS_ENVIRONMENTS else UPLOADED
+    alone = of_uploads if runner >= messages.KNOWS_UPLOADS else RUN
     new = [
         ("answer_items", key, 4, ((0, 5), (7, 8)), False),
         ("take_object", key, "abc", None, ("object_missing", "no")),

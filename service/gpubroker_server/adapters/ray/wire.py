@@ -211,7 +211,7 @@ class OrderWriter:
         left_out = fields_left_out(
             has_directory=bool(spec.upload or spec.outputs), has_environment=spec.environment is not None
         )
-        return {name: value for name, value in given.items() if name not in left_out}
+        return {name: given[name] for name in _RUN_ORDER if name in given and name not in left_out}
 
 
 _RUN_ORDER = tuple(field.name for field in dataclasses.fields(RunOrder))
