@@ -79,8 +79,8 @@ def _read(path: Path) -> dict[str, Any]:
     if directory is not None:
         if (directory / LOCK).is_file():
             raise WrongArgument(
-                f"{directory} has a {LOCK}, which is sent as an object; name it in submit, not in a body that is "
-                "made before"
+                f"{directory} has a {LOCK}, which is sent as an object; name it in submit, not in a body "
+                "that is made in advance"
             )
         return _of_project(directory / PROJECT)
     if path.suffix == ".py":

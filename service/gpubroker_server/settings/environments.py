@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.units import Mib
 Words = Annotated[tuple[str, ...], WORDS]
 
 
-class BuildRules(Struct, frozen=True, kw_only=True):
+class BuildRules(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How nodes prepare environments."""
 
     container_engine: Literal["", "podman", "docker", "apptainer"] = ""

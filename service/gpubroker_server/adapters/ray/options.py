@@ -183,7 +183,9 @@ class AgentConfig(Struct, frozen=True):
     def to_json(self) -> str:
         """Return the configuration as JSON. Fields with default values are left out, because an agent of an
         earlier release may not know them."""
-        defaults = {field.name: field.default for field in fields(self) if field.default is not NODEFAULT}
+        defaults = {
+            field.name: to_builtins(field.default) for field in fields(self) if field.default is not NODEFAULT
+        }
         given = {
             name: value
             for name, value in to_builtins(self).items()

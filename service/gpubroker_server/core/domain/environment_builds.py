@@ -17,8 +17,8 @@ _NETWORK = re.compile(
     re.IGNORECASE,
 )
 _NOT_NETWORK = re.compile(
-    r"no solution found|HTTP status client error|network connectivity is disabled|peer certificate|not found in the (registry|"
-    r"package registry)",
+    r"no solution found|HTTP status client error|network connectivity is disabled|peer certificate"
+    r"|not found in the (package )?registry",
     re.IGNORECASE,
 )
 """Failures that a repetition would not change, even if their text mentions the network too."""
