@@ -54,7 +54,7 @@ def test_a_failure_is_told_from_its_first_error_on() -> None:
     assert len(told) < 4096
 
 
-def test_the_least_recently_used_environment_leaves_first_unless_it_is_used() -> None:
+def test_the_least_recently_used_environment_leaves_first_unless_in_use() -> None:
     cached = [CachedEnvironment(name, 10, at) for name, at in (("a", 1.0), ("b", 2.0), ("c", 3.0))]
     assert to_remove(cached, (), 30) == []
     assert to_remove(cached, (), 20) == ["a"]

@@ -2,12 +2,10 @@
 
 import hashlib
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
-import cloudpickle
-import gpubroker
-
-PACKAGES = (Path(gpubroker.__file__).parent, Path(cloudpickle.__file__).parent)
+PACKAGES = ("gpubroker", "cloudpickle")
 
 
 class Brought:
@@ -34,7 +32,7 @@ class Brought:
         if not path.exists():
             draft = path.with_suffix(".new")
             shutil.rmtree(draft, ignore_errors=True)
-            for package in PACKAGES:
+            for package in _directories():
                 ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
                 shutil.copytree(package, draft / "functions" / package.name, ignore=ignored)
             (draft / "commands").mkdir()
@@ -47,9 +45,14 @@ class Brought:
         return path
 
 
+def _directories() -> list[Path]:
+    found = (find_spec(name) for name in PACKAGES)
+    return [Path(spec.origin).parent for spec in found if spec is not None and spec.origin is not None]
+
+
 def _digest() -> str:
     digest = hashlib.sha256()
-    for package in PACKAGES:
+    for package in _directories():
         for file in sorted(package.rglob("*.py")):
             digest.update(str(file.relative_to(package.parent)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]

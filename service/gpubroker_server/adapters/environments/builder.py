@@ -15,7 +15,12 @@ from typing import NamedTuple
 from gpubroker.runtime.archives import ArchiveLimits, BadArchive, unpack
 
 from gpubroker_server.adapters.environments.interpreters import CannotPrepare, Interpreter, probe
-from gpubroker_server.adapters.environments.processes import Ended, Limits, ProcessUser, run_limited
+from gpubroker_server.adapters.environments.processes import (
+    ProcessLimits,
+    ProcessUser,
+    ProgramEnd,
+    run_limited,
+)
 from gpubroker_server.core.domain.environment import Environment
 from gpubroker_server.core.domain.environment_builds import retry_pause, step_after, why_failed
 from gpubroker_server.settings.environments import BuildRules
@@ -35,7 +40,7 @@ NO_UV = (
 Wait = Callable[[float], "object"]
 
 
-class Place(NamedTuple):
+class BuildDirectories(NamedTuple):
     """The directories of one build. The user that builds owns all but `above`."""
 
     target: Path
@@ -65,7 +70,7 @@ def build_user(rules: BuildRules) -> ProcessUser:
     return ProcessUser.named(rules.build_user) if rules.build_user else ProcessUser(BUILD_UID, BUILD_UID)
 
 
-def commands_of(environment: Environment, place: Place, uv: str) -> list[tuple[str, ...]]:
+def commands_of(environment: Environment, place: BuildDirectories, uv: str) -> list[tuple[str, ...]]:
     """Return the programs that build an environment, in order."""
     if environment.project:
         python = ("--python", environment.python) if environment.python else ()
@@ -78,7 +83,7 @@ def commands_of(environment: Environment, place: Place, uv: str) -> list[tuple[s
     return [make, (uv, "pip", "install", "--python", target, "-r", requirements)]
 
 
-def env_of(rules: BuildRules, place: Place, node_env: Mapping[str, str]) -> dict[str, str]:
+def env_of(rules: BuildRules, place: BuildDirectories, node_env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of a build."""
     path = os.pathsep.join([*rules.python_path, node_env.get("PATH", os.defpath)])
     kept = {name: text for name, text in node_env.items() if name.upper() in _PASSED_ON}
@@ -105,7 +110,7 @@ def env_of(rules: BuildRules, place: Place, node_env: Mapping[str, str]) -> dict
     return env
 
 
-def lay_out(environment: Environment, project: bytes, place: Place, user: ProcessUser) -> None:
+def lay_out(environment: Environment, project: bytes, place: BuildDirectories, user: ProcessUser) -> None:
     """Make the directories of a build and write the files that it reads. Raises OSError, and CannotPrepare if
     the archive of a project is not one."""
     shutil.rmtree(place.target, ignore_errors=True)
@@ -134,7 +139,7 @@ def lay_out(environment: Environment, project: bytes, place: Place, user: Proces
 
 async def build(
     environment: Environment,
-    place: Place,
+    place: BuildDirectories,
     rules: BuildRules,
     node: str,
     on_line: Callable[[str], None],
@@ -162,12 +167,12 @@ async def build(
 async def _run(
     program: tuple[str, ...],
     env: Mapping[str, str],
-    place: Place,
+    place: BuildDirectories,
     rules: BuildRules,
     user: ProcessUser,
     on_line: Callable[[str], None],
     on_step: Callable[[str], None],
-) -> Ended:
+) -> ProgramEnd:
     on_line(f"$ {' '.join(('uv', *program[1:]))}\n")
     on_step("choosing versions" if program[1] == "pip" else "making its directory")
 
@@ -176,7 +181,7 @@ async def _run(
         if step := step_after(line):
             on_step(step)
 
-    limits = Limits(rules.build_memory_mb, rules.build_seconds)
+    limits = ProcessLimits(rules.build_memory_mb, rules.build_seconds)
     return await run_limited(program, env, str(place.project), user, limits, heard)
 
 

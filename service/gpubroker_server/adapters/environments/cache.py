@@ -13,7 +13,7 @@ import msgspec
 import structlog
 from gpubroker.runtime.messages import RunKey
 
-from gpubroker_server.adapters.environments.builder import Place
+from gpubroker_server.adapters.environments.builder import BuildDirectories
 from gpubroker_server.adapters.environments.interpreters import Interpreter
 from gpubroker_server.core.domain.environment_builds import CachedEnvironment, to_remove
 
@@ -65,10 +65,12 @@ class EnvironmentCache:
             return None
         return known
 
-    def place(self, key: str, tenant: str) -> Place:
+    def place(self, key: str, tenant: str) -> BuildDirectories:
         """Return the directories in which an environment is built."""
         owner = hashlib.sha256(tenant.encode()).hexdigest()[:16]
-        return Place(self._root / "built" / key, self._root / "work" / key, self._root / "packages" / owner)
+        return BuildDirectories(
+            self._root / "built" / key, self._root / "work" / key, self._root / "packages" / owner
+        )
 
     def log_of(self, key: str) -> Path:
         return self._root / "built" / f"{key}.log"

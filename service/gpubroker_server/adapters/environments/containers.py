@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gpubroker_server.adapters.environments.interpreters import CannotPrepare
-from gpubroker_server.adapters.environments.processes import Limits, ProcessUser, run_limited
+from gpubroker_server.adapters.environments.processes import ProcessLimits, ProcessUser, run_limited
 from gpubroker_server.settings.environments import BuildRules
 
 CDI_GPU = "nvidia.com/gpu"
@@ -72,7 +72,7 @@ async def fetch_image(image: str, rules: BuildRules, node: str) -> tuple[str, st
         )
     if rules.container_engine == "apptainer":
         return engine, image  # it keeps images in a cache of its own when it first runs them
-    limits = Limits(rules.build_memory_mb, rules.build_seconds)
+    limits = ProcessLimits(rules.build_memory_mb, rules.build_seconds)
     env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": os.environ.get("HOME", "/root")}
     there = await run_limited((engine, "image", "inspect", image), env, "/", ProcessUser(), limits)
     if there.code != 0:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpubroker_server.adapters.environments.processes import Limits, ProcessUser, run_limited
+from gpubroker_server.adapters.environments.processes import ProcessLimits, ProcessUser, run_limited
 from gpubroker_server.core.domain.environment import Environment
 
 _PROBE = (
     "import json, sys; print(json.dumps([list(sys.version_info[:2]), sys.executable, sys.prefix, "
     "getattr(sys, 'base_prefix', sys.prefix)]))"
 )
-_PROBE_LIMITS = Limits(2048, 60.0)
+_PROBE_LIMITS = ProcessLimits(2048, 60.0)
 USUAL_CONDA_ROOTS = ("/opt/conda", "/opt/miniconda3", "/opt/miniforge3", "/opt/mambaforge", "/opt/anaconda3")
 _CONDA_OF_A_HOME = ("miniconda3", "miniforge3", "mambaforge", "anaconda3", ".conda")
 

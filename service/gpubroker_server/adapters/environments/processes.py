@@ -29,12 +29,12 @@ class ProcessUser(NamedTuple):
         return cls(entry.pw_uid, entry.pw_gid)
 
 
-class Limits(NamedTuple):
+class ProcessLimits(NamedTuple):
     memory_mb: int
     seconds: float
 
 
-class Ended(NamedTuple):
+class ProgramEnd(NamedTuple):
     code: int
     output: str
     """What the program printed, standard output and errors together."""
@@ -45,9 +45,9 @@ async def run_limited(
     env: Mapping[str, str],
     directory: str,
     user: ProcessUser,
-    limits: Limits,
+    limits: ProcessLimits,
     on_line: Callable[[str], None] = lambda _line: None,
-) -> Ended:
+) -> ProgramEnd:
     """Run a program to its end, and return how it ended. `on_line` gets each line that it prints. After
     `limits.seconds` the program is killed, which is code -9. Raises OSError if it cannot be started."""
     about = (str(user.uid), str(user.gid), str(limits.memory_mb), str(int(limits.seconds) + 1))
@@ -60,11 +60,11 @@ async def run_limited(
     try:
         async with asyncio.timeout(limits.seconds):
             await _read(child, kept, on_line)
-            return Ended(await child.wait(), "".join(kept))
+            return ProgramEnd(await child.wait(), "".join(kept))
     except TimeoutError:
         line = f"error: it did not end within {limits.seconds:g} s and was killed\n"
         on_line(line)
-        return Ended(-signal.SIGKILL, "".join((*kept, line)))
+        return ProgramEnd(-signal.SIGKILL, "".join((*kept, line)))
     finally:
         # Also what the program has started and left behind.
         with contextlib.suppress(ProcessLookupError):
