@@ -3,6 +3,7 @@ with the environment, the user and the directory of the run."""
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 import threading
@@ -48,6 +49,8 @@ def main(brought: str, descriptor: int) -> None:
     sys.path.remove(brought)
     sys.path.append(brought)
     os.set_inheritable(descriptor, False)
+    # Threads of the process that started this one may have signals blocked, and a child inherits that.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     messages = Messages(socket.socket(fileno=descriptor))
     received = messages.received()
     _, fields, host_address, task_path = next(received)

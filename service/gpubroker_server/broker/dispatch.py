@@ -227,6 +227,7 @@ class Dispatcher:
         if (
             spec.kind != "entrypoint"
             or spec.upload
+            or (spec.environment is not None and not spec.environment.name)
             or is_entrypoint_allowed(self.entrypoints, spec.entrypoint)
         ):
             return None

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.demand import PlacementConstraints
+from gpubroker_server.core.domain.demand import Labels, PlacementConstraints
 from gpubroker_server.core.domain.environment import EnvironmentState, NodeEnvironment
 from gpubroker_server.core.domain.orders import EnvironmentReported, PrepareOrder
 from gpubroker_server.core.domain.policy import Policy
@@ -28,8 +28,8 @@ def planned(world: World) -> list[Decision]:
     return list(plan_cycle(world, POLICY, NOW).decisions)
 
 
-def needing(key: str, id: str = "task", **fields: Any) -> Task:
-    where = PlacementConstraints(environment=key, **fields.pop("where", {}))
+def needing(key: str, id: str = "task", nodes: Labels = (), **fields: Any) -> Task:
+    where = PlacementConstraints(environment=key, nodes=nodes)
     return a_task(id, cpu=1.0, where=where, **fields)
 
 
@@ -52,10 +52,10 @@ def starts(world: World) -> list[str]:
 
 
 def test_each_node_that_may_run_the_task_prepares_its_environment_once() -> None:
-    labelled = {"where": {"nodes": (("zone", ("a",)),)}}
+    zone_a = (("zone", ("a",)),)
     world = a_world(
         a_node("n1", labels=(("zone", "a"),)), a_node("n2", labels=(("zone", "b"),)),
-        needing("e1", **labelled), needing("e1", "other", **labelled),
+        needing("e1", nodes=zone_a), needing("e1", "other", nodes=zone_a),
     )  # fmt: skip
     assert [(order.node, order.key, order.task) for order in ordered(world)] == [("n1", "e1", "other")]
     assert world.nodes[NodeName("n1")].environment("e1") == NodeEnvironment(

@@ -26,8 +26,8 @@ from gpubroker_server.core.domain.environment_builds import retry_pause, step_af
 from gpubroker_server.settings.environments import BuildRules
 
 BUILD_UID = 64_990
-"""The user and group id that build if the node runs as root and no user is set. No account has it, so no task
-runs as this user."""
+"""The user and group id that build if the node runs as root, tasks do not, and no user is set. No account has
+it, so no task runs as this user."""
 PROJECT_LIMITS = ArchiveLimits(16 * 2**20, 1000)
 _PASSED_ON = frozenset(
     {"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR", "TZ", "LANG"}
@@ -62,11 +62,16 @@ def uv_program() -> str | None:
     return shutil.which("uv")
 
 
-def build_user(rules: BuildRules) -> ProcessUser:
-    """Return the user that builds. Raises KeyError if the settings name one that does not exist."""
-    if os.geteuid() != 0:
-        return ProcessUser()
-    # One that runs become could write to what others run.
+def build_user(rules: BuildRules, task_user: str) -> ProcessUser:
+    """Return the user that builds: one that no task runs as, if the node runs as root and tasks do not.
+    Raises CannotPrepare, and KeyError if the settings name a user that does not exist."""
+    if os.geteuid() != 0 or task_user in ("", "root"):
+        return ProcessUser()  # tasks may do what this user may, so a build may too
+    if rules.build_user == task_user:
+        raise CannotPrepare(
+            f"environments.build_user is {task_user}, as whom tasks run too, so that one task could change "
+            "the packages of others; set it to another user, or leave it out"
+        )
     return ProcessUser.named(rules.build_user) if rules.build_user else ProcessUser(BUILD_UID, BUILD_UID)
 
 
@@ -141,6 +146,7 @@ async def build(
     environment: Environment,
     place: BuildDirectories,
     rules: BuildRules,
+    user: ProcessUser,
     node: str,
     on_line: Callable[[str], None],
     on_step: Callable[[str], None],
@@ -148,7 +154,7 @@ async def build(
 ) -> Interpreter:
     """Build an environment whose directories are laid out. A failure of the network is tried again after
     `pause`, which is awaited. Raises CannotPrepare."""
-    uv, user = uv_program(), build_user(rules)
+    uv = uv_program()
     if uv is None:
         raise CannotPrepare(NO_UV.format(node=node))
     env, failures = env_of(rules, place, os.environ), 0

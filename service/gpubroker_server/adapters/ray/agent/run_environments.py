@@ -177,10 +177,11 @@ class RunEnvironments:
 
     async def _built(self, key: str, tenant: str, environment: Environment, project: bytes) -> Interpreter:
         place = self._cache.place(key, tenant)
-        await asyncio.to_thread(lay_out, environment, project, place, build_user(self._rules))
+        user = build_user(self._rules, self._config.task_user)
+        await asyncio.to_thread(lay_out, environment, project, place, user)
         with self._cache.log_of(key).open("wb") as file:
             prepared = await build(
-                environment, place, self._rules, self._config.node,
+                environment, place, self._rules, user, self._config.node,
                 partial(_write, file), partial(self._step, key), asyncio.sleep,
             )  # fmt: skip
         size_bytes = await asyncio.to_thread(size_below, place.target)
