@@ -140,10 +140,9 @@ def test_a_run_in_an_environment_saves_its_state_and_resumes(broker: Broker, tmp
 
     task = broker.submit(count, str(started), environment=PACKAGES, grace_seconds=20, max_retries=1)
     until(started.exists, "it runs")
-    node = broker.get(task).node
-    broker.drain(node)
+    broker.drain("local")
     until(lambda: broker.get(task).state == "pending", "it has left")
-    broker.uncordon(node)
+    broker.uncordon("local")
     assert broker.result(task, timeout_seconds=PATIENCE_SECONDS) == 2
 
 

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.tasks.task import Task
     from gpubroker.tasks.task_api import ListOptions
+    from gpubroker.wire.environments import Environment
     from gpubroker.wire.forecasts import Expected
     from gpubroker.wire.quarantine import Quarantined
-    from gpubroker.wire.tasks import TaskDevice, TaskRank
+from gpubroker.wire.tasks import TaskDevice, TaskRank
 
 NO_PAST: Mapping[str, str] = MappingProxyType({})
 _REASONS_ASKED = 20
@@ -211,6 +212,7 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "model": run.model,
         "profile": task.profile,
         "upload": task.upload[:12],
+        "environment": _environment(task.environment),
         "gpu": demand(task.resources.raw),
         "size": task.sizing.message if task.sizing else None,
         "node": task.node,
@@ -262,6 +264,14 @@ def failure(task: Task) -> str:
     if task.error is None:
         return ""
     return (task.error.message.splitlines() or [task.error.kind])[0]
+
+
+def _environment(given: Environment | None) -> str:
+    if given is None:
+        return ""
+    packages = ", ".join(given.requirements) or (f"project {given.project[:12]}" if given.project else "")
+    python = f"Python {given.python}" if given.python else ""
+    return "; ".join(filter(None, (given.name, python, given.conda, packages, given.container)))
 
 
 def _device(device: TaskDevice) -> str:

@@ -9,13 +9,13 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 import msgspec
 import structlog
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
-from gpubroker.runtime.output import STREAMS, Stream
+from gpubroker.runtime.output import STREAMS, LogStream
 from msgspec import Struct
 
 from gpubroker_server.adapters.ray.processes import ProcessId
@@ -40,8 +40,6 @@ their number."""
 _STEM = re.compile(r"(.+)-(\d+)-(\d+)")
 _is_plain = re.compile("[A-Za-z0-9_.~-]+").fullmatch
 """True for an id that is not quoted in the name of a file."""
-LogStream = Stream | Literal["setup"]
-"""A stream of a run's output, or what the preparation of its environment printed."""
 _SUFFIXES: Mapping[LogStream, str] = {"stdout": ".log", "stderr": ".err", "setup": ".setup"}
 KEPT_SETUP_BYTES = 128 * 1024
 
