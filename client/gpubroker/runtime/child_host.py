@@ -4,7 +4,6 @@ The child has a `RunHost` of its own (`child_main`). This process passes on the 
 its reports to the agent, and ends as the child has ended.
 """
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -13,12 +12,15 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpubroker.runtime.child_messages import Messages
 from gpubroker.runtime.journal import Journal
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
 from gpubroker.runtime.output import Output
+
+if TYPE_CHECKING:
+    import asyncio
 
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); from gpubroker.runtime.child_main import main; "
@@ -64,6 +66,8 @@ class ChildHost:
 
     async def call(self, role: str, method: str, form: str, arguments: bytes, seconds: float) -> Any:
         """Call a method of the worker of a set, as `SetWorker.call` does."""
+        import asyncio
+
         self._loop = asyncio.get_running_loop()
         number, answer = next(self._numbers), self._loop.create_future()
         self._calls[number] = answer

@@ -1,7 +1,6 @@
 """The process in which the interpreter of an environment carries out one run. It is started by `ChildHost`,
 with the environment, the user and the directory of the run."""
 
-import asyncio
 import os
 import signal
 import socket
@@ -61,19 +60,30 @@ def main(brought: str, descriptor: int) -> None:
     adopt_orphans()
     host = RunHost(SentJournal(messages))
     host.begin_alone(order, host_address, _NoOutput())
-    calls = asyncio.new_event_loop()
-    threading.Thread(target=calls.run_forever, name="calls", daemon=True).start()
+    answer: Callable[[int, Sequence[Any]], None] | None = None
     for kind, *values in received:
         match kind, values:
             case "item", (item,):
                 host.take(item)
             case "call", (number, *call):
-                asyncio.run_coroutine_threadsafe(_answer(host, messages, order.key, number, call), calls)
+                answer = answer or _answering(host, messages, order.key)
+                answer(number, call)
     os._exit(0)  # the process of the run is gone
 
 
-async def _answer(host: RunHost, messages: Messages, key: RunKey, number: int, call: Sequence[Any]) -> None:
-    messages.send("answer", number, await host.call(key, *call))
+def _answering(host: RunHost, messages: Messages, key: RunKey) -> Callable[[int, Sequence[Any]], None]:
+    """Return a function that has a call answered on an event loop in another thread."""
+    import asyncio  # half of the time of all imports here, and only worker sets need it
+
+    async def answer(number: int, call: Sequence[Any]) -> None:
+        messages.send("answer", number, await host.call(key, *call))
+
+    def begin(number: int, call: Sequence[Any]) -> None:
+        asyncio.run_coroutine_threadsafe(answer(number, call), loop)
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="calls", daemon=True).start()
+    return begin
 
 
 def _plain(value: Any) -> Any:

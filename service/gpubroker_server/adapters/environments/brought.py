@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+from compileall import compile_dir
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,6 +41,8 @@ class Brought:
             for inner in (draft, *draft.rglob("*")):
                 if not inner.is_symlink():
                     inner.chmod(0o755 if inner.is_dir() else 0o644)
+            # The users of runs cannot write bytecode here. That of another minor version is made in memory.
+            compile_dir(draft, quiet=1)
             draft.rename(path)
         self._made = path
         return path

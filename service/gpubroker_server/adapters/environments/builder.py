@@ -191,6 +191,14 @@ async def _run(
     return await run_limited(program, env, str(place.project), user, limits, heard)
 
 
+async def compile_packages(prepared: Interpreter, user: ProcessUser, rules: BuildRules) -> None:
+    """Compile the packages of an environment, which runs only read. Runs may use it meanwhile, and a failure
+    only makes them import more slowly."""
+    program = (prepared.interpreter, "-m", "compileall", "-q", f"{prepared.prefix}/lib")
+    limits = ProcessLimits(rules.build_memory_mb, rules.build_seconds)
+    await run_limited(program, {"PATH": os.defpath}, "/", user, limits)
+
+
 def size_below(directory: Path) -> int:
     """Return the bytes of all files below a directory. A file that shares its blocks with the cache of
     packages counts too."""

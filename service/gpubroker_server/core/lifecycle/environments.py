@@ -16,6 +16,7 @@ from gpubroker_server.core.domain.environment import (
 from gpubroker_server.core.domain.orders import EnvironmentReported, Failure, PrepareOrder
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.world.events import environments_notice
 from gpubroker_server.core.world.world import World
 
 NODES_AT_ONCE = 16
@@ -40,10 +41,7 @@ def due(world: World, now: Instant) -> list[Decision]:
             entry = NodeEnvironment(key, EnvironmentState.PREPARING, now, ORDERED)
             changed[node.name] = _with_entry(row, entry), [*orders, order]
         failed += _failures(world, key, tasks, now)
-    prepared = [
-        Decision(name, "prepare", nodes=(replace(row, version=row.version + 1),), orders=tuple(orders))
-        for name, (row, orders) in changed.items()
-    ]
+    prepared = [replace(_written(row, "prepare"), orders=tuple(orders)) for row, orders in changed.values()]
     return prepared + failed[:MOST_FAILURES]
 
 
@@ -54,11 +52,13 @@ def seen(world: World, reports: Iterable[EnvironmentReported], now: Instant) -> 
         row = rows.get(report.node) or world.nodes.get(report.node)
         if row is not None:
             rows[report.node] = _with_report(row, report, now)
-    return [
-        Decision(name, "environment", nodes=(replace(row, version=row.version + 1),))
-        for name, row in rows.items()
-        if row != world.nodes[name]
-    ]
+    return [_written(row, "environment") for name, row in rows.items() if row != world.nodes[name]]
+
+
+def _written(row: Node, why: str) -> Decision:
+    """Return the decision that writes a node's row with its changed environments."""
+    nodes = (replace(row, version=row.version + 1),)
+    return Decision(row.name, why, nodes=nodes, notices=(environments_notice(row),))
 
 
 def _with_report(node: Node, report: EnvironmentReported, now: Instant) -> Node:

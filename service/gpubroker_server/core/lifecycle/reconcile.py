@@ -30,7 +30,7 @@ from gpubroker_server.core.lifecycle import environments, external_leases, gpu_c
 from gpubroker_server.core.lifecycle.gang_runs import beginning_orders, stop_order
 from gpubroker_server.core.lifecycle.runs import apply_reports, dissolved_pledges
 from gpubroker_server.core.lifecycle.stopping import stop_orders
-from gpubroker_server.core.world.events import closure_notice
+from gpubroker_server.core.world.events import closure_notice, environments_notice
 from gpubroker_server.core.world.world import World
 
 
@@ -92,6 +92,9 @@ def reconcile(
         gone = [device.key for device in devices if not device.present]
         pledges = dissolved_pledges(world, gone)
         news = tuple(closure_notice(device) for device in opened.values())
+        known = world.nodes.get(seen.node.name)
+        before = () if known is None else known.environments
+        news += tuple(environments_notice(node) for node in nodes if node.environments != before)
         seen_now = Decision(seen.node.name, "node_seen", nodes=nodes, devices=devices, notices=news)
         decisions.append(replace(seen_now, pledges=pledges))
     absent = apply_reports(world, _absences(world, seen), now, policy)

@@ -265,9 +265,9 @@ class World:
                     self.add_device(replace(device.device, closure=closure))
             case "node":
                 node = self.nodes.get(NodeName(event.key))
-                # The node's cordon has events of its own, and stays as it is.
+                # The node's cordon and environments have events of their own, and stay as they are.
                 self.add_node(changed(node, event.payload) if node else read(event.payload, Node))
-            case "cordon":
+            case "cordon" | "environments":
                 self.add_node(changed(self.nodes[NodeName(event.key)], event.payload))
             case "request" if change == "made":
                 self.add_request(read(event.payload, Request))

@@ -16,7 +16,13 @@ import structlog
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
 
 from gpubroker_server.adapters.environments.brought import Brought
-from gpubroker_server.adapters.environments.builder import build, build_user, lay_out, size_below
+from gpubroker_server.adapters.environments.builder import (
+    build,
+    build_user,
+    compile_packages,
+    lay_out,
+    size_below,
+)
 from gpubroker_server.adapters.environments.cache import EnvironmentCache
 from gpubroker_server.adapters.environments.containers import ContainerRun, container_words, fetch_image
 from gpubroker_server.adapters.environments.interpreters import CannotPrepare, Interpreter, find_interpreter
@@ -155,6 +161,10 @@ class RunEnvironments:
                 return
             await asyncio.to_thread(self._cache.clear_work, key)
         self._set(key, EnvironmentState.READY, python=prepared.python)
+        if prepared.size_bytes:
+            self._do(
+                f"compiling environment {key}", partial(compile_packages, prepared, self._user(), self._rules)
+            )
         for gone in removed:
             self._states.pop(gone, None)
             self._report(("environment", time.time(), gone, None, "", "", ""))
@@ -177,7 +187,7 @@ class RunEnvironments:
 
     async def _built(self, key: str, tenant: str, environment: Environment, project: bytes) -> Interpreter:
         place = self._cache.place(key, tenant)
-        user = build_user(self._rules, self._config.task_user)
+        user = self._user()
         await asyncio.to_thread(lay_out, environment, project, place, user)
         with self._cache.log_of(key).open("wb") as file:
             prepared = await build(
@@ -186,6 +196,9 @@ class RunEnvironments:
             )  # fmt: skip
         size_bytes = await asyncio.to_thread(size_below, place.target)
         return msgspec.structs.replace(prepared, size_bytes=max(1, size_bytes))
+
+    def _user(self) -> ProcessUser:
+        return build_user(self._rules, self._config.task_user)
 
     def _home(self) -> str:
         with contextlib.suppress(KeyError):
