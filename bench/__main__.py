@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, ModuleType] = {
             "pickup",
             "preempt",
             "logs",
+            "listeners",
             "objects",
             "queues",
             "restart",

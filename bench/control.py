@@ -145,7 +145,7 @@ async def _idle(nodes: int, looks: int) -> list[Figure]:
         await publisher.publish(leader.term)
     pieces = fragmentation(world, policy, now), None
     sources = world, lambda: 0.0, lambda: leader, policy, lambda: now, lambda: pieces
-    telemetry = Telemetry(Sources(*sources, str, lambda: None))
+    telemetry = Telemetry(Sources(*sources, str, lambda: None, lambda: 0))
     reads, texts = [], []
     for _ in range(looks):
         began = time.process_time()

@@ -39,7 +39,7 @@ class Blobs:
             self.most_bytes = max(self.most_bytes, sum(map(len, self.uploads.values())))
         return len(there)
 
-    async def finish(self, upload: str, digest: str) -> None:
+    async def finish(self, upload: str, digest: str, *, was_computed: bool = False) -> None:
         data = bytes(self.uploads.pop(upload))
         if hashlib.sha256(data).hexdigest() != digest:
             raise BlobCorrupt(digest)

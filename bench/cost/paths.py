@@ -25,6 +25,8 @@ TIMES, RUNS, SUBMITS = 50, 200, 100
 runs equally often."""
 MEASURED = 100
 """The number of operations for which memory is measured."""
+MOST_CALLED = 300
+"""The number of functions of which the calls are kept."""
 BATCH = 1000
 ITEMS_BEFORE, ITEMS_COUNTED = 750, 1000
 """The numbers of items before and during the count. The counted items begin and end between two reports of
@@ -83,7 +85,7 @@ def _summed(path: str, counts: CallCounts, memory: Memory, operations: int, unit
         {process: memory.live_bytes.get(process, 0.0) / units for process in calls},
         memory.peak_bytes / units,
         {
-            process: [(name, count / operations) for name, count in counts.most_called(process, 15)]
+            process: [(name, count / operations) for name, count in counts.most_called(process, MOST_CALLED)]
             for process in calls
         },
     )

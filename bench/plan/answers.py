@@ -87,7 +87,7 @@ class NoBlobs:
     async def append(self, upload: str, first_byte: int, data: bytes) -> int:
         raise NotImplementedError
 
-    async def finish(self, upload: str, digest: str) -> None:
+    async def finish(self, upload: str, digest: str, *, was_computed: bool = False) -> None:
         raise NotImplementedError
 
     async def discard(self, upload: str) -> None:

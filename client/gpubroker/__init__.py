@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpubroker.broker import AsyncBroker, Broker
+    from gpubroker.cluster.cluster_api import Gpu
     from gpubroker.decorators import inference, task
     from gpubroker.errors import (
         BrokerError,
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
     from gpubroker.runtime.objects import ObjectRef
     from gpubroker.tasks.array_api import ArrayItem
+    from gpubroker.tasks.explanation import Explanation
     from gpubroker.tasks.submission import Submission
     from gpubroker.tasks.task import Task
+    from gpubroker.transport.decoding import Page
     from gpubroker.wire.administration import NewToken, Token
-    from gpubroker.wire.answered import Page
     from gpubroker.wire.arrays import Array, ArrayState
-    from gpubroker.wire.devices import Gpu
     from gpubroker.wire.events import Event
-    from gpubroker.wire.explanations import Explanation, Simulation
+    from gpubroker.wire.explanations import Simulation
     from gpubroker.wire.fleet import AutoscalingDemand, Finding, IdleTemplate
     from gpubroker.wire.forecasts import Estimate
     from gpubroker.wire.leases import Lease, LeaseState, Notice
@@ -68,6 +69,7 @@ _NAMES = {
         "AsyncBroker",
         "Broker",
     ),
+    "cluster.cluster_api": ("Gpu",),
     "decorators": (
         "inference",
         "task",
@@ -98,23 +100,20 @@ _NAMES = {
     ),
     "runtime.objects": ("ObjectRef",),
     "tasks.array_api": ("ArrayItem",),
+    "tasks.explanation": ("Explanation",),
     "tasks.submission": ("Submission",),
     "tasks.task": ("Task",),
+    "transport.decoding": ("Page",),
     "wire.administration": (
         "NewToken",
         "Token",
     ),
-    "wire.answered": ("Page",),
     "wire.arrays": (
         "Array",
         "ArrayState",
     ),
-    "wire.devices": ("Gpu",),
     "wire.events": ("Event",),
-    "wire.explanations": (
-        "Explanation",
-        "Simulation",
-    ),
+    "wire.explanations": ("Simulation",),
     "wire.fleet": (
         "AutoscalingDemand",
         "Finding",

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from gpubroker.cluster.cluster_api import Gpu
 from gpubroker.errors import WrongArgument
 from gpubroker.tasks.submission import AnySubmission, body_of
 from gpubroker.tasks.task import AnyTask, id_of
@@ -11,7 +12,6 @@ from gpubroker.transport.decoding import decode
 from gpubroker.transport.exchange import Call, Steps
 from gpubroker.transport.operations import Operations, operation, path_part, without_none
 from gpubroker.wire.administration import NewToken, Secret, Token
-from gpubroker.wire.devices import Gpu
 from gpubroker.wire.fleet import IdleTemplate
 from gpubroker.wire.nodes import Node, NodeDisk
 from gpubroker.wire.quarantine import Detection, Released

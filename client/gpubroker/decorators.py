@@ -5,14 +5,19 @@ A pickled task function refers to this module, so importing it loads no HTTP cli
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, Unpack, overload
 from weakref import WeakKeyDictionary
 
-from gpubroker.errors import WrongArgument
+from gpubroker.errors import BrokerError, WrongArgument
 from gpubroker.models.inference import InferOptions
+from gpubroker.runtime.invoke import PLAIN_FUNCTION
+from gpubroker.runtime.task import environment
 from gpubroker.tasks.submission import DEFAULTS, SubmitOptions, check_options
+from gpubroker.transport.connection import TASK_VARIABLE, TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -24,32 +29,77 @@ P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
 R_co = TypeVar("R_co", covariant=True)
 
+CHILD_TTL_SECONDS = 600.0
+"""The longest wait for the start of a task that a run awaits, if its options say nothing."""
+
 
 class TaskFunction(Protocol[P, R_co]):
-    """A function that can be called, and submitted as a task."""
+    """A function that can be called, and submitted as a task of the service that `Broker()` finds."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> "Task":
-        """Queue a run of the function with these arguments, at the service that `Broker()` finds."""
+        """Queue a run of the function with these arguments."""
+
+    def map(self, items: Iterable[Any], *args: Any, **options: Any) -> Iterator[R_co]:
+        """Run the function for each item, and iterate over the results, as `Broker.map`."""
+
+    def local(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Call the function in this process, as the call of the function itself does."""
 
 
+class AsyncTaskFunction(Protocol[P, R_co]):
+    """An `async def` function whose awaited call runs as a task of the service that `AsyncBroker()` finds."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R_co]: ...
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> "Coroutine[Any, Any, Task]":
+        """Queue a run of the function with these arguments, and return the task without waiting for its
+        end."""
+
+    def map(self, items: Iterable[Any], *args: Any, **options: Any) -> AsyncIterator[R_co]:
+        """Run the function for each item, and iterate over the results, as `AsyncBroker.map`."""
+
+    def local(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R_co]:
+        """Run the function in this process."""
+
+
+@overload
+def task(  # type: ignore[overload-overlap]  # the first that fits counts
+    function: Callable[P, Coroutine[Any, Any, R_co]], /
+) -> AsyncTaskFunction[P, R_co]: ...
 @overload
 def task(function: Callable[P, R_co], /) -> TaskFunction[P, R_co]: ...
 @overload
-def task(**options: Unpack[SubmitOptions]) -> Callable[[Callable[P, R_co]], TaskFunction[P, R_co]]: ...
+def task(**options: Unpack[SubmitOptions]) -> "_Decorator": ...
 def task(function: Callable[..., Any] | None = None, /, **options: Unpack[SubmitOptions]) -> Any:
     """Declare how a function is submitted; `@task` alone is `@task()`.
 
         @task(gpu_mb=18 * 1024, priority="batch", max_retries=2)
         def fit(epochs: int) -> float: ...
 
-        fit(3)                           # runs here
+        fit(3)                           # runs here, as fit.local(3)
         queued = fit.submit(3)           # runs as a task
-        broker.submit(fit, 3, gpus=2)    # the same; these options go before those of the decorator
+        losses = fit.map([1, 2, 3])      # runs in the workers of an array
+        broker.submit(fit, 3, gpus=2)    # the same as submit; these options go before those of the decorator
 
-    The function is pickled, which needs the scope `tasks:code`, and can still be called. The options are
-    those of `Broker.submit`; `submit_many` and `simulate` take the function as well. Raises WrongArgument.
+    An `async def` function runs as a task when its call is awaited, with the resources of the decorator:
+
+        @task(gpu_mb=18 * 1024)
+        async def fit(epochs: int) -> float: ...
+
+        loss = await fit(3)              # runs as a task, and waits for its result
+        queued = await fit.submit(3)     # only queues it
+        loss = await fit.local(3)        # runs here
+
+    If the await is cancelled, the task is cancelled too. Inside a run, the awaited call is a task as well if
+    the operator has set `submit_from_tasks`, and it expires if it has not started within
+    CHILD_TTL_SECONDS, unless `queue_ttl_seconds` says otherwise: the run keeps its resources while it waits,
+    and runs that wait for one another must not wait for ever. Without that setting the function runs in the
+    process of the run. An awaited call raises what `AsyncBroker.result` raises.
+
+    The function is pickled, which needs the scope `tasks:code`. The options are those of `Broker.submit`;
+    `submit_many` and `simulate` take the function as well. Raises WrongArgument.
     """
     if function is not None and not callable(function):
         raise WrongArgument(f"task() takes its options by name, such as gpus=1, not {function!r}")
@@ -58,17 +108,89 @@ def task(function: Callable[..., Any] | None = None, /, **options: Unpack[Submit
         if name in options:
             raise WrongArgument(f"{name} belongs to one submit; pass it there, not to the decorator")
 
-    def decorate(function: Callable[P, R_co]) -> TaskFunction[P, R_co]:
-        setattr(function, DEFAULTS, options)
-        submittable = cast("TaskFunction[P, R_co]", function)
-        submittable.submit = partial(_submit, function)  # type: ignore[method-assign]  # it has none before
-        return submittable
+    def decorate(function: Callable[..., Any]) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return _run_remotely(function, options)
+        submittable: Any = function
+        setattr(submittable, DEFAULTS, options)
+        submittable.submit = partial(_submit, function)
+        submittable.map = partial(_map, function)
+        submittable.local = function
+        return function
 
     return decorate if function is None else decorate(function)
 
 
+class _Decorator(Protocol):
+    @overload
+    def __call__(  # type: ignore[overload-overlap]  # the first that fits counts
+        self, function: Callable[P, Coroutine[Any, Any, R_co]], /
+    ) -> AsyncTaskFunction[P, R_co]: ...
+    @overload
+    def __call__(self, function: Callable[P, R_co], /) -> TaskFunction[P, R_co]: ...
+
+
 def _submit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Task":
     return _default_broker().submit(function, *args, kwargs=kwargs)
+
+
+def _map(function: Callable[..., Any], items: Iterable[Any], *args: Any, **options: Any) -> Iterator[Any]:
+    return _default_broker().map(function, items, *args, **options)
+
+
+def _run_remotely(function: Callable[..., Any], options: SubmitOptions) -> Any:
+    """Return the function whose awaited call runs `function` as a task. A run opens `function` itself."""
+
+    @wraps(function)
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        if TASK_VARIABLE in environment():
+            if not environment().get(TOKEN_VARIABLE):
+                return await function(*args, **kwargs)
+            ttl_seconds = options.get("queue_ttl_seconds", CHILD_TTL_SECONDS)
+            return await _result_of(run, args, {"kwargs": kwargs, "queue_ttl_seconds": ttl_seconds})
+        _warn_of_new_meaning(function)
+        return await _result_of(run, args, {"kwargs": kwargs})
+
+    async def submit(*args: Any, **kwargs: Any) -> "Task":
+        return await _default_async_broker().submit(run, *args, kwargs=kwargs)
+
+    def map_items(items: Iterable[Any], *args: Any, **given: Any) -> AsyncIterator[Any]:
+        return _default_async_broker().map(run, items, *args, **given)
+
+    submittable: Any = run
+    setattr(submittable, DEFAULTS, options)
+    setattr(submittable, PLAIN_FUNCTION, function)
+    submittable.submit, submittable.map, submittable.local = submit, map_items, function
+    return run
+
+
+async def _result_of(target: Callable[..., Any], args: Sequence[Any], options: SubmitOptions) -> Any:
+    """Submit a run, and return its result. A cancelled wait cancels the task."""
+    broker = _default_async_broker()
+    queued = await broker.submit(target, *args, **options)
+    try:
+        return await broker.result(queued)
+    except asyncio.CancelledError:
+        with suppress(BrokerError):
+            await asyncio.shield(broker.cancel(queued, reason="the call that awaited it was cancelled"))
+        raise
+
+
+_warned: set[str] = set()
+"""The functions about whose new meaning a warning was given."""
+
+
+def _warn_of_new_meaning(function: Callable[..., Any]) -> None:
+    """Warn once for each function: in gpubroker 0.2 the awaited call ran in this process."""
+    name = f"{function.__module__}.{function.__qualname__}"
+    if name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"await {function.__name__}(...) runs as a task of the service since gpubroker 0.3; to run it in "
+            f"this process as before, await {function.__name__}.local(...)",
+            FutureWarning,
+            stacklevel=3,
+        )
 
 
 def inference(
@@ -89,16 +211,7 @@ def inference(
     the outputs. Functions with `async def` are awaited, `process_outputs` too. Without a `broker`, the
     service that `Broker()` finds is asked. The options are those of `Broker.infer`. Raises what
     `Broker.infer` raises, and WrongArgument if the function returns something else.
-
-        classify("cat.png")
-
-    The function returns `inputs`, arrays by name, and optionally `process_outputs`, which is called here with
-    the outputs by name; its value goes to the caller, which otherwise gets the outputs. Functions with
-    `async def` are awaited, `process_outputs` too. Without a `broker`, the service that `Broker()` finds is
-    asked. The options are those of `Broker.infer`; raises what that raises, and WrongArgument if the function
-    returns something else.
     """
-
     if callable(model_name):
         raise WrongArgument('inference needs the name of the model: @inference(model_name="resnet")')
 

@@ -1,7 +1,7 @@
 """`python -m gpubroker_server` and the server's commands of the `gpubroker` command line."""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,9 +9,16 @@ import typer
 from gpubroker.cli.printing import Format, Output
 
 from gpubroker_server.bootstrap.cluster_commands import cluster
+from gpubroker_server.bootstrap.config_commands import config_
 from gpubroker_server.settings.loading import Settings, SettingsRefused, load_settings
 
 Config = Annotated[Path | None, typer.Option("--config", help="Configuration file (YAML).")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Any setting, such as limits.body_bytes=16MiB. Repeatable."
+    ),
+]
 DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Database, blobs, tokens and state files.")]
 DatabaseUrl = Annotated[
     str | None, typer.Option("--database-url", help="sqlite:///path or postgresql://user@host/name.")
@@ -35,6 +42,7 @@ DEMO: Mapping[str, Any] = {
 
 def serve(
     config: Config = None,
+    sets: Sets = None,
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
     host: Host = None,
@@ -49,11 +57,12 @@ def serve(
     flags: dict[str, Any] = {"data_dir": data_dir, "database_url": database_url, "host": host, "port": port}
     flags["ray"] = None if ray is None else {"address": ray}
     flags |= DEMO if demo else {}
-    _run(_settings(config, **flags, log_level=log_level), speaks=True, leads=True)
+    _run(_settings(config, sets, **flags, log_level=log_level), speaks=True, leads=True)
 
 
 def gateway(
     config: Config = None,
+    sets: Sets = None,
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
     host: Host = None,
@@ -62,11 +71,12 @@ def gateway(
 ) -> None:
     """Start a gateway, on PostgreSQL: it serves HTTP; a broker decides and runs tasks."""
     flags = {"data_dir": data_dir, "database_url": database_url, "host": host, "port": port}
-    _run(_settings(config, **flags, log_level=log_level), speaks=True, leads=False)
+    _run(_settings(config, sets, **flags, log_level=log_level), speaks=True, leads=False)
 
 
 def broker(
     config: Config = None,
+    sets: Sets = None,
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
     ray: Ray = None,
@@ -75,15 +85,15 @@ def broker(
     """Start a broker, on PostgreSQL: it decides and runs tasks; one of all brokers leads."""
     flags: dict[str, Any] = {"data_dir": data_dir, "database_url": database_url}
     flags["ray"] = None if ray is None else {"address": ray}
-    _run(_settings(config, **flags, log_level=log_level), speaks=False, leads=True)
+    _run(_settings(config, sets, **flags, log_level=log_level), speaks=False, leads=True)
 
 
-def down(config: Config = None, data_dir: DataDir = None) -> None:
+def down(config: Config = None, sets: Sets = None, data_dir: DataDir = None) -> None:
     """Stop the service of this data directory and its local Ray."""
     from gpubroker_server.bootstrap.down import StillRunning, stop_everything
 
     try:
-        for line in stop_everything(_settings(config, data_dir=data_dir)):
+        for line in stop_everything(_settings(config, sets, data_dir=data_dir)):
             typer.echo(line, err=True)
     except StillRunning as refused:
         typer.echo(f"gpubroker: {refused}", err=True)
@@ -96,6 +106,7 @@ def health(
         typer.Argument(help="Default: what runs with the data directory. node: what `ray start` started."),
     ] = None,
     config: Config = None,
+    sets: Sets = None,
     data_dir: DataDir = None,
     url: Annotated[str | None, typer.Option(help="Ask at this address, such as a proxy's with TLS.")] = None,
 ) -> None:
@@ -104,7 +115,7 @@ def health(
     from gpubroker_server.bootstrap.diagnosis.health import health_at, health_of
 
     try:
-        settings = _settings(config, data_dir=data_dir)
+        settings = _settings(config, sets, data_dir=data_dir)
     except typer.Exit:
         raise typer.Exit(1) from None
     found = health_at(url) if url else health_of(settings.data_dir, role)
@@ -113,7 +124,9 @@ def health(
         raise typer.Exit(1)
 
 
-def doctor(config: Config = None, data_dir: DataDir = None, output: Output = Format.TABLE) -> None:
+def doctor(
+    config: Config = None, sets: Sets = None, data_dir: DataDir = None, output: Output = Format.TABLE
+) -> None:
     """Say what is wrong with this machine and the fleet, and what to do; exit code 1 if it is critical.
 
     Works without a running service too: then it looks at this machine alone.
@@ -122,11 +135,12 @@ def doctor(config: Config = None, data_dir: DataDir = None, output: Output = For
 
     from gpubroker_server.bootstrap.diagnosis.doctor import findings_for
 
-    report(findings_for(_settings(config, data_dir=data_dir)), output)
+    report(findings_for(_settings(config, sets, data_dir=data_dir)), output)
 
 
 def migrate(
     config: Config = None,
+    sets: Sets = None,
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
     to: Annotated[str, typer.Option(help="Revision to go to, up or down, such as 0003.")] = "head",
@@ -140,12 +154,14 @@ def migrate(
     """
     from gpubroker_server.bootstrap.commands import migrate_database, refusing
 
-    settings = _settings(config, data_dir=data_dir, database_url=database_url)
+    settings = _settings(config, sets, data_dir=data_dir, database_url=database_url)
     with refusing():
         typer.echo(migrate_database(settings, to, drop_everything=drop_everything), err=True)
 
 
-def new_lineage(config: Config = None, data_dir: DataDir = None, database_url: DatabaseUrl = None) -> None:
+def new_lineage(
+    config: Config = None, sets: Sets = None, data_dir: DataDir = None, database_url: DatabaseUrl = None
+) -> None:
     """Go on with a database that was restored from a backup. Stop the service first.
 
     Needed only if nodes refuse it: they follow a later lineage of it, as the log says.
@@ -154,7 +170,7 @@ def new_lineage(config: Config = None, data_dir: DataDir = None, database_url: D
     """
     from gpubroker_server.bootstrap.commands import refusing, start_new_lineage
 
-    settings = _settings(config, data_dir=data_dir, database_url=database_url)
+    settings = _settings(config, sets, data_dir=data_dir, database_url=database_url)
     with refusing():
         typer.echo(start_new_lineage(settings), err=True)
 
@@ -162,6 +178,7 @@ def new_lineage(config: Config = None, data_dir: DataDir = None, database_url: D
 def backup(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
     config: Config = None,
+    sets: Sets = None,
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
 ) -> None:
@@ -172,7 +189,7 @@ def backup(
     from gpubroker_server.bootstrap.backups import back_up
     from gpubroker_server.bootstrap.commands import refusing
 
-    settings = _settings(config, data_dir=data_dir, database_url=database_url)
+    settings = _settings(config, sets, data_dir=data_dir, database_url=database_url)
     with refusing():
         is_complete = back_up(settings, folder, lambda line: typer.echo(line, err=True))
     if not is_complete:
@@ -182,6 +199,7 @@ def backup(
 def restore(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `gpubroker backup` wrote.")],
     config: Config = None,
+    sets: Sets = None,
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
 ) -> None:
@@ -192,7 +210,7 @@ def restore(
     from gpubroker_server.bootstrap import backups
     from gpubroker_server.bootstrap.commands import refusing
 
-    settings = _settings(config, data_dir=data_dir, database_url=database_url)
+    settings = _settings(config, sets, data_dir=data_dir, database_url=database_url)
     with refusing():
         backups.restore(settings, folder, lambda line: typer.echo(line, err=True))
 
@@ -203,6 +221,7 @@ def migrate_data(
         str | None, typer.Option("--from", help="sqlite:///path; default: the configured one.")
     ] = None,
     config: Config = None,
+    sets: Sets = None,
     data_dir: DataDir = None,
 ) -> None:
     """Move a stopped service from its SQLite file to PostgreSQL: everything, or nothing.
@@ -212,7 +231,7 @@ def migrate_data(
     """
     from gpubroker_server.bootstrap.commands import move_database, refusing
 
-    settings = _settings(config, data_dir=data_dir, database_url=source)
+    settings = _settings(config, sets, data_dir=data_dir, database_url=source)
     with refusing():
         move_database(settings, target, lambda line: typer.echo(line, err=True))
 
@@ -261,6 +280,7 @@ def commands(app: typer.Typer) -> None:
     for command in COMMANDS:
         app.command()(command)
     app.add_typer(cluster, name="cluster")
+    app.add_typer(config_, name="config")
 
 
 def main() -> None:
@@ -269,9 +289,9 @@ def main() -> None:
     app()
 
 
-def _settings(config: Path | None, **flags: Any) -> Settings:
+def _settings(config: Path | None, sets: Sequence[str] | None, **flags: Any) -> Settings:
     try:
-        return load_settings(config, **flags)
+        return load_settings(config, sets=sets or (), **flags)
     except SettingsRefused as refused:
         raise _refused(str(refused)) from None
 

@@ -36,6 +36,12 @@ USES = {
         "`ray start --head`: 1.5 s of CPU and the dashboard's process more, and a Ray Client server on port "
         "10001 that a start hook (RAY_START_HOOK) has to switch off",
     ),
+    "service/gpubroker_server/adapters/ray/driver/process.py": Use(
+        "ray",
+        "2.60.0",
+        "ray._private.state.available_resources_per_node",
+        "ray.available_resources: the use of all object stores together, which says nothing of one node",
+    ),
     "service/gpubroker_server/adapters/sql/connections.py": Use(
         "psycopg",
         "3.3.9",

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from gpubroker_server.bootstrap.run_access import RunAccess
 from gpubroker_server.bootstrap.start_checks import StartRefused
+from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence
 from gpubroker_server.http.identity import identity_of_run
 from gpubroker_server.settings.loading import load_settings
 
 from tests.builders import a_task, holding
+
+ENTRYPOINT = RunSpec(kind="entrypoint", entrypoint="team:fit")
 
 
 @pytest.fixture
@@ -30,23 +33,35 @@ def settings(folder: Path, **more: Any) -> Any:
 def test_a_run_gets_the_address_and_a_token_that_names_it(tmp_path: Path, listener: socket.socket) -> None:
     run = holding(a_task("t1"), "gpu0").task
     access = RunAccess(settings(tmp_path), listener)
-    given = access.env_of(run)
+    given = access.env_of(run, ENTRYPOINT)
     assert given["GPUBROKER_URL"] == f"http://127.0.0.1:{listener.getsockname()[1]}"
-    assert access.run_of(given["GPUBROKER_TOKEN"]) == ("t1", 1)
+    assert access.run_of(given["GPUBROKER_TOKEN"]) == ("t1", 1, False)
     elsewhere = RunAccess(settings(tmp_path, tasks_url="https://gpubroker.lab"), listener)
-    assert elsewhere.env_of(run) == {**given, "GPUBROKER_URL": "https://gpubroker.lab"}, "the same key"
+    assert elsewhere.env_of(run, ENTRYPOINT) == {**given, "GPUBROKER_URL": "https://gpubroker.lab"}, (
+        "the same key"
+    )
 
 
 def test_no_run_gets_anything_unless_the_operator_says_so(tmp_path: Path, listener: socket.socket) -> None:
     run = holding(a_task("t1"), "gpu0").task
-    secret = RunAccess(settings(tmp_path), listener).env_of(run)["GPUBROKER_TOKEN"]
+    secret = RunAccess(settings(tmp_path), listener).env_of(run, ENTRYPOINT)["GPUBROKER_TOKEN"]
     without = RunAccess(load_settings(data_dir=tmp_path / "data"), listener)
-    assert (without.env_of(run), without.run_of(secret)) == ({}, None)
+    assert (without.env_of(run, ENTRYPOINT), without.run_of(secret)) == ({}, None)
 
 
 @pytest.mark.parametrize(
     "forged",
-    ["", "gpbrun_", "gpbrun_t1.1", "gpbrun_t1.1.", "gpbrun_t1.x.y", "gpbrun_t1.1.\u00e9", "gpb_t1.1.aaaa"],
+    [
+        "",
+        "gpbrun_",
+        "gpbrun_t1.1",
+        "gpbrun_t1.1.",
+        "gpbrun_t1.x.y",
+        "gpbrun_t1.1.\u00e9",
+        "gpb_t1.1.aaaa",
+        "gpbrun_t1.1.code.",
+        "gpbrun_t1.1.root.aaaa",
+    ],
 )
 def test_what_was_not_made_with_the_key_names_no_run(
     tmp_path: Path, listener: socket.socket, forged: str
@@ -56,9 +71,10 @@ def test_what_was_not_made_with_the_key_names_no_run(
 
 def test_a_signature_of_another_run_or_key_names_no_run(tmp_path: Path, listener: socket.socket) -> None:
     access = RunAccess(settings(tmp_path), listener)
-    token = access.env_of(holding(a_task("t1"), "gpu0").task)["GPUBROKER_TOKEN"]
+    token = access.env_of(holding(a_task("t1"), "gpu0").task, ENTRYPOINT)["GPUBROKER_TOKEN"]
     assert access.run_of(token.replace("t1.1.", "t1.2.")) is None
     assert access.run_of(token.replace("t1.1.", "t2.1.")) is None
+    assert access.run_of(token.replace("t1.1.", "t1.1.code.")) is None
     assert RunAccess(settings(tmp_path / "other"), listener).run_of(token) is None
 
 
@@ -93,6 +109,29 @@ def test_the_token_is_valid_while_its_run_is_active(state: TaskState, fence: int
     if found is not None:
         assert (found.tenant, found.max_priority) == (run.tenant, 40)
         assert set(found.scopes) == {"tasks:read", "tasks:write"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "brings_code"),
+    [
+        (ENTRYPOINT, False),
+        (RunSpec(kind="entrypoint", entrypoint="team:fit", upload="a" * 64), True),
+        (RunSpec(kind="function"), True),
+        (RunSpec(kind="command", command=("true",)), True),
+    ],
+)
+def test_only_a_run_whose_code_came_with_it_may_submit_code(
+    tmp_path: Path, listener: socket.socket, spec: RunSpec, brings_code: bool
+) -> None:
+    run = holding(a_task("t1"), "gpu0").task
+    access = RunAccess(settings(tmp_path), listener)
+    found = access.run_of(access.env_of(run, spec)["GPUBROKER_TOKEN"])
+    assert found == ("t1", 1, brings_code)
+    identity = identity_of_run(run, found.fence, brings_code=found.brings_code)
+    assert identity is not None
+    assert {*identity.scopes} - {"tasks:read", "tasks:write"} == (
+        {"tasks:code", "tasks:command"} if brings_code else set()
+    )
 
 
 def test_a_run_that_nobody_knows_has_no_identity() -> None:

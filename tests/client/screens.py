@@ -19,7 +19,7 @@ from unittest.mock import patch
 import httpx
 from gpubroker import Broker
 from gpubroker.cli import main
-from gpubroker_server.core.domain.device import DiskSample, GpuHealth, NodeSample
+from gpubroker_server.core.domain.device import DiskSample, GpuHealth, NodeSample, StoreSample
 from gpubroker_server.core.domain.orders import Started
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import TaskState
@@ -151,6 +151,7 @@ async def _scene(gateway: Gateway) -> Client:
         seen = {device.uuid: health for device in devices if device.node == node.name}
         memory, disks = (Mib(256 * GIB), Mib(free * GIB)), (DiskSample("/", 1000 * 2**20, left * 2**20),)
         sample = NodeSample(node.name, gateway.clock.now(), busy, *memory, disks=disks, gpus=seen)
+        sample = replace(sample, store=StoreSample(4096, 0), store_used_mb=1024)
         gateway.world.measure((), [sample])
     return api
 

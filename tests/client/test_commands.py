@@ -288,6 +288,7 @@ def test_commands_that_need_no_service_work_without_one(gpubroker: Run, tmp_path
         assert (outside.code, "inside a command that gpubroker runs" in outside.err) == (2, True)
     document: dict[str, Any] = yaml.safe_load(gpubroker("openapi").out)
     assert "/tasks" in document["paths"]
+    assert "1 setting from --set port" in gpubroker("config check --set port=1").out
     assert "the database is now at" in gpubroker("migrate --data-dir", str(tmp_path / "new")).err
     assert "the database is now in lineage" in gpubroker("new-lineage --data-dir", str(tmp_path / "new")).err
     assert gpubroker("backup", str(tmp_path / "kept"), "--data-dir", str(tmp_path / "new")).code == 0

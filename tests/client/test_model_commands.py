@@ -26,6 +26,15 @@ def test_models_lists_states_and_reasons(service: RecordedService, run: Run) -> 
     assert [one["name"] for one in run("models -o json").json] == ["llm"]
 
 
+def test_a_reason_that_models_of_a_server_share_is_said_once(service: RecordedService, run: Run) -> None:
+    fault = {**COLD, "reason": "its node has not joined"}
+    service.reply_with(Reply(200, {"items": [LLM, fault, {**fault, "name": "t5"}, {**COLD, "server": "b"}]}))
+    shown = run("models").out
+    assert shown.count("its node has not joined") == 1
+    assert "! 2 models of main: its node has not joined" in shown
+    assert "no such layer" in shown
+
+
 def test_a_model_name_means_its_current_load(service: RecordedService, run: Run) -> None:
     runs = {"run": {"kind": "model", "model": "llm"}}
     now, before = a_task(FULL_ID, "running", **runs), a_task(FULL_ID[:-1] + "q", "succeeded", **runs)
@@ -34,10 +43,12 @@ def test_a_model_name_means_its_current_load(service: RecordedService, run: Run)
         Reply(200, {"items": listed, "next_cursor": None, "has_more": False})
         for listed in ([], [now], [ended, before])
     )
-    for found, meant in (([one], now), ([none, both], ended)):
+    # Models are not among the tasks unless they are asked for.
+    for found, meant in (([none, none, one], now), ([none, none, none, both], ended)):
         service.reply_with(*found, Reply(200, meant))
         assert run("show", "llm", "-o", "json").json["id"] == FULL_ID
         assert service.requests[-1].path == f"/tasks/{FULL_ID}"
+        assert ("kind", "model") in service.requests[-2].params
 
 
 def test_a_model_is_loaded_unloaded_and_pinned(service: RecordedService, run: Run) -> None:

@@ -33,7 +33,7 @@ ENDED = Reply(200, a_task(FULL_ID, "succeeded"))
         ("change", [RUNS], ""),
         ("explain", [Reply(200, {"id": FULL_ID})], "/explain"),
         ("stack", [Reply(200, {"id": FULL_ID})], "/stack"),
-        ("events", [Reply(200, {"items": []})], "/events"),
+        ("events", [Reply(200, {"items": [], "next_after": 0})], "/events"),
         ("logs", [Reply(200, b""), Reply(200, b"")], "/logs"),
         ("cancel", [RUNS], "/cancel"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from gpubroker import Broker, Submission, WrongArgument
+from gpubroker import Broker, Submission, WrongArgument, task
 from gpubroker.runtime.objects import opened_object
 from gpubroker.tasks.submission import MOST_BODY_BYTES, SubmitOptions, submission_body
 
@@ -198,6 +198,50 @@ def test_items_too_large_to_be_copied_are_objects_each(service: RecordedService,
     assert [opened_object(memoryview(data), unpickles=False)[0] for data in taken] == ["x", "y"]
     first, one, second = service.requests[-1].body["items"]
     assert (one, len({first["object"], second["object"]})) == (1, 2)
+
+
+def a_function_with_large_data() -> Any:
+    table = bytearray(MOST_BODY_BYTES)
+    return lambda *args, **kwargs: (len(table), args, kwargs)
+
+
+def test_function_that_refers_to_large_data_travels_as_an_object(service: RecordedService, do: Do) -> None:
+    batch = Reply(207, {"items": [{"status": 202, "id": "task_1"}]})
+    large = a_function_with_large_data()
+    for reply, name, given in (
+        (Reply(202, a_task("task_1")), "submit", [large, 7]),
+        (batch, "submit_many", [[Submission(large, 7, kwargs={"a": 1})]]),
+        (Reply(202, {"id": "task_1", "state": "running"}), "submit_array", [large, [1], 7]),
+        (Reply(202, {"id": "task_1", "state": "active"}), "create_worker_set", [large, 7]),
+    ):
+        taken = stores(service, reply)
+        do(name, *given, **({"kwargs": {"a": 1}} if name != "submit_many" else {}))
+        sent = service.requests[-1].body
+        run = (sent.get("tasks") or [sent])[0]["run"]
+        function, args, kwargs = cloudpickle.loads(base64.b64decode(run["function"]))
+        assert (args, kwargs["a"], run["objects"]) == ((7,), 1, [kwargs["gpubroker_function"].id]), name
+        opened = opened_object(memoryview(taken[0]), unpickles=True)
+        # The run replaces the reference by the function.
+        assert function(*args, **kwargs | {"gpubroker_function": opened}) == (
+            MOST_BODY_BYTES,
+            (7,),
+            {"a": 1},
+        ), name
+
+
+def test_defaults_of_a_large_task_function_are_kept(service: RecordedService, do: Do) -> None:
+    stores(service, Reply(202, a_task("task_1")))
+    do("submit", task(gpu_mb=2048, name="fit")(a_function_with_large_data()), modules=[])
+    sent = service.requests[-1].body
+    assert (sent["resources"]["gpu_mb"], sent["name"], sent["result_format"]) == (2048, "fit", "cloudpickle")
+
+
+def test_a_simulation_leaves_out_a_function_that_refers_to_large_data(
+    service: RecordedService, do: Do
+) -> None:
+    service.reply_with(Reply(200, {"verdict": "starts"}))
+    do("simulate", a_function_with_large_data(), gpus=1)
+    assert len(service.requests[0].body["run"]["function"]) < 10_000
 
 
 def test_a_simulation_leaves_large_arguments_out(service: RecordedService, do: Do) -> None:

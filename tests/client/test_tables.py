@@ -1,14 +1,16 @@
 """What the command line prints for people, from recorded answers."""
 
 import json
-from types import SimpleNamespace
+import threading
+from signal import SIGINT, raise_signal
 from typing import Any
 
 import pytest
 from gpubroker.cli.tables import gib_of
 
 from tests.client.command_line import Run
-from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task, outcome, page
+from tests.client.recorded_service import FULL_ID, RecordedService, Reply, Request, a_task, outcome, page
+from tests.patience import PATIENCE_SECONDS
 
 GPU = {"key": "local/n1/GPU-1", "uuid": "GPU-1", "node": "n1", "kind": "sim-24g", "physical_mb": 24576}
 NODE = {
@@ -361,10 +363,11 @@ def test_ps_says_that_there_are_more_tasks(service: RecordedService, run: Run) -
 
 def test_without_gpus_the_advice_depends_on_the_executors_state(service: RecordedService, run: Run) -> None:
     for state, expected in (
-        ("connecting", "no GPUs yet: connecting"),
+        ("connecting", "no GPUs yet: connecting: to Ray"),
         ("connected", "set simulated_devices"),
     ):
-        service.reply_with(Reply(200, {"items": []}), Reply(200, {"executor": {"state": state}}))
+        executor = {"state": state, "message": "to Ray"}
+        service.reply_with(Reply(200, {"items": []}), Reply(200, {"executor": executor}))
         assert expected in run("gpus").out
 
 
@@ -391,22 +394,54 @@ def test_a_long_name_does_not_hide_other_columns(
         assert text in line
 
 
-def test_watch_in_a_pipe_prints_every_answer(
+def a_device_event(position: int) -> bytes:
+    event = {"position": position, "at": "2026-11-21T10:02:11.412Z", "kind": "device.seen", "key": "gpu0"}
+    return b"id: %d\ndata: %s\n\n" % (position, json.dumps({**event, "version": 1, "fields": {}}).encode())
+
+
+def test_watch_prints_an_answer_after_each_change(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    naps = iter([None, KeyboardInterrupt])
+    """It would wait for an hour for anything but a change."""
+    monkeypatch.setattr("gpubroker.cli.watching._LATEST_SECONDS", 3600.0)
+    changed, answers = threading.Event(), iter([1, 2])
 
-    def sleep(_seconds: float) -> None:
-        if (trouble := next(naps)) is not None:
-            raise trouble
+    def stream(_request: Request) -> bytes:
+        changed.wait(PATIENCE_SECONDS)
+        changed.clear()
+        return a_device_event(7)
 
-    monkeypatch.setattr("gpubroker.cli.printing.time", SimpleNamespace(sleep=sleep))
-    service.reply_with(
-        Reply(200, {"items": [{**GPU, "free_mb": 1}]}), Reply(200, {"items": [{**GPU, "free_mb": 2}]})
-    )
+    def gpus(_request: Request) -> bytes:
+        free_mb = next(answers, None)
+        if free_mb is None:
+            raise_signal(SIGINT)
+        changed.set()
+        return json.dumps({"items": [{**GPU, "free_mb": free_mb or 0}]}).encode()
+
+    service.always_at = {"/events": Reply(200, stream), "/gpus": Reply(200, gpus)}
     ended = run("gpus --watch -o ndjson")
-    assert [json.loads(line)["free_mb"] for line in ended.out.splitlines()] == [1, 2]
+    assert [json.loads(line)["free_mb"] for line in ended.out.splitlines()][:2] == [1, 2]
     assert ended.code == 0
+    [first, *_] = [request for request in service.requests if request.path == "/events"]
+    assert ("last", "0") in first.params
+    assert ("kind", "lease.*") in first.params
+
+
+def test_watch_asks_every_second_without_a_stream(
+    service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpubroker.cli.watching._LATEST_SECONDS", 0.1)
+    answers = iter([1, 2, 3])
+
+    def gpus(_request: Request) -> bytes:
+        free_mb = next(answers, None)
+        if free_mb is None:
+            raise_signal(SIGINT)
+        return json.dumps({"items": [{**GPU, "free_mb": free_mb or 0}]}).encode()
+
+    service.always_at = {"/events": Reply(403, {"detail": "no"}), "/gpus": Reply(200, gpus)}
+    ended = run("gpus --watch -o ndjson")
+    assert [json.loads(line)["free_mb"] for line in ended.out.splitlines()][:3] == [1, 2, 3]
 
 
 def test_the_holders_of_a_gpu_have_a_line_each(service: RecordedService, run: Run) -> None:

@@ -1,5 +1,6 @@
 """What is sent of a directory, and in which form."""
 
+import hashlib
 import os
 import subprocess
 from io import BytesIO
@@ -41,6 +42,15 @@ def test_equal_directories_have_one_id_whatever_their_times_and_owners(tmp_path:
     assert packed(one) == packed(other)
     (other / "a").chmod(0o755)
     assert packed(one)[0] != packed(other)[0], "the mode is part of it"
+
+
+def test_archive_sends_the_bytes_that_its_id_names(tmp_path: Path) -> None:
+    folder = write(tmp_path, a="1" * 3000, b="2")
+    archive = archive_of(folder, LIMITS)
+    assert archive.id
+    (folder / "a").write_text("3" * 3000)
+    assert hashlib.sha256(b"".join(archive.parts())).hexdigest() == archive.id
+    assert packed(folder)[0] != archive.id
 
 
 def test_archive_comes_out_as_it_went_in(tmp_path: Path) -> None:

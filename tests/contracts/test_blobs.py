@@ -293,6 +293,9 @@ async def test_an_object_may_come_in_parts_and_be_read_in_parts(tmp_path: Path) 
         await blobs.finish("up-1", digest)
     with pytest.raises(ValueError, match="cannot name a file"):
         await blobs.append("../up-1", 0, b"x")
+    await blobs.append("up-2", 0, b"weights")
+    await blobs.finish("up-2", DIGEST, was_computed=True)
+    assert await blobs.get(DIGEST) == b"weights"
     for missing in (blobs.finish("up-1", digest), blobs.read("ab" * 32, 0, 1)):
         with pytest.raises(BlobMissing):
             await missing

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from gpubroker_server.adapters.sql.postgres import copied_text
+from gpubroker_server.adapters.sql.session import Alike, Rows
 from gpubroker_server.core.domain.submission import Request
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.world.events import Event
@@ -40,6 +42,18 @@ async def test_all_tasks_of_a_batch_read_back_as_they_were(store: TaskStore, cou
             batch.submissions[number].task,
             batch.submissions[number].spec,
         )
+
+
+def test_copied_text_escapes_what_copy_would_read_otherwise() -> None:
+    rows = Rows([("plain", 1, None)])
+    rows.alike.append(Alike([("a\tb", b"\x80"), ("\\N", b"")], ("c\n", None, 1.5)))
+    rows.alike.append(Alike([("only",)], ()))
+    assert "".join(copied_text(rows)).splitlines() == [
+        "plain\t1\t\\N",
+        "a\\tb\t\\\\x80\tc\\n\t\\N\t1.5",
+        "\\\\N\t\\\\x\tc\\n\t\\N\t1.5",
+        "only",
+    ]
 
 
 async def test_the_log_makes_of_a_batch_what_the_rows_say(store: TaskStore) -> None:

@@ -35,6 +35,7 @@ from tests.contracts.scenes import (
     opened,
     with_gpu,
 )
+from tests.contracts.test_store_objects import PLENTY, an_object
 from tests.contracts.test_store_records import an_idle_template
 from tests.contracts.wire import Cut, a_wire, little_patience
 from tests.patience import PATIENCE_SECONDS
@@ -117,6 +118,17 @@ async def test_a_lost_commit_without_events_is_told_from_its_audit_note(postgres
     with psycopg.connect(postgres_url) as connection:
         found = connection.execute("SELECT count(*) FROM audit WHERE actor = 'ann'").fetchall()
         assert found == [(1,)]
+
+
+@pytest.mark.parametrize("cut", [Cut.BEFORE_COMMIT, Cut.AFTER_COMMIT, Cut.GOODBYE])
+async def test_object_removed_by_a_lost_commit_counts_as_removed(postgres_url: str, cut: Cut) -> None:
+    async with a_wire(postgres_url) as (wire, url), opened(url) as store:
+        mine = an_object()
+        await store.keep_object(mine, PLENTY)
+        wire.cut = cut
+        assert await store.drop_object(mine.tenant, mine.digest)
+        assert wire.was_cut.is_set()
+        assert not await store.drop_object(mine.tenant, mine.digest)
 
 
 @pytest.mark.parametrize("cut", [Cut.BEFORE_COMMIT, Cut.AFTER_COMMIT, Cut.GOODBYE])

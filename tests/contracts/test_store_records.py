@@ -68,6 +68,16 @@ async def test_a_tenant_sees_its_own_tasks_newest_first(six: TaskStore) -> None:
     assert await listed(six, "nobody") == []
 
 
+async def test_ended_tasks_in_quarantine_are_selected_without_unfinished_ones(six: TaskStore) -> None:
+    """t1 is admitted, and t2 has ended with a lease that is not released."""
+    assert await listed(six, quarantined=True) == ["t2"]
+    assert await listed(six, quarantined=False) == []
+    ended = tuple(state for state in TaskState if state.is_terminal)
+    assert await listed(six, states=ended, quarantined=True) == ["t2"]
+    assert await listed(six, states=(TaskState.ADMITTED, *ended), quarantined=True) == ["t2", "t1"]
+    assert await listed(six, states=(TaskState.ADMITTED, *ended), quarantined=False) == ["t1"]
+
+
 async def test_pages_follow_each_other_without_gap_or_repetition(six: TaskStore) -> None:
     first = await listed(six, limit=4)
     assert first == ["t6", "t5", "t4", "t3"]

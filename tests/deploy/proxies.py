@@ -3,7 +3,8 @@
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -110,3 +111,11 @@ def _answers(url: str) -> bool:
         return httpx.get(f"{url}/readyz", verify=False).status_code == 200
     except httpx.TransportError:
         return False
+
+
+Proxy = Callable[[Path, Mapping[str, int], Path, Path], AbstractContextManager[str]]
+PROXIES: Mapping[str, Proxy] = {
+    "nginx": nginx,
+    "nginx that buffers": partial(nginx, buffers=True),
+    "caddy": caddy,
+}

@@ -288,6 +288,7 @@ class Gateway:
             return
         self.world.apply(events)
         self.parts.waiters.on_events(events)
+        self.parts.subscriptions.on_events(events)
         self.leading.on_events(events)
         if self.leads and any(event.kind == "request.made" for event in events):
             turn = asyncio.ensure_future(self.turn())

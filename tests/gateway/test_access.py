@@ -16,10 +16,10 @@ OPERATIONS = [
     for path, operations in DOCUMENT["paths"].items()
     for method, operation in operations.items()
 ]
-OPEN = {("GET", "/healthz"), ("GET", "/readyz")}
+OPEN = {("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/problems/{code}")}
 
 
-def test_only_health_is_open() -> None:
+def test_only_health_and_pages_of_problems_are_open() -> None:
     assert {(method, path) for method, path, operation in OPERATIONS if not operation.get("security")} == OPEN
 
 

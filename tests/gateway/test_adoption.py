@@ -84,6 +84,19 @@ async def test_the_base_cost_of_a_server_follows_a_new_size_and_a_corrected_gpu(
             assert (base.demand.gpu_mb, base.demand.where.devices) == (base_mb, devices)
 
 
+async def test_base_cost_is_held_on_every_gpu_of_a_server_that_names_none() -> None:
+    async with looking(base_mb=Mib(500)) as (there, looks):
+        await looks.check()
+        gateway = there.gateway
+        await gateway.join(a_device("gpu0"), a_device("gpu1"))
+        await looks.check()
+        await gateway.turn()
+        await looks.check()
+        base = gateway.world.models.of(ModelKey("main", ""))
+        assert base is not None
+        assert (base.demand.gpus, base.demand.gpu_mb) == (2, 500)
+
+
 async def test_model_waiting_for_another_gpu_or_size_is_resubmitted_on_restart() -> None:
     """The settings have changed its GPU or size since."""
     async with looking(devices=("gpu0",)) as (there, _):

@@ -12,6 +12,7 @@ from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.control.idle import Idle
 from gpubroker_server.core.domain.orders import NodeLost
 from gpubroker_server.core.domain.policy import TenantPolicy
+from gpubroker_server.core.domain.server_rules import ServerRules
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName
 from gpubroker_server.core.lifecycle.silent_nodes import PausedDetection
 from gpubroker_server.gateway.cluster.diagnostics import longest_waiting, quota_locks, stuck_task
@@ -23,6 +24,7 @@ from msgspec.structs import replace
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_sample, a_task, key
 from tests.gateway.harness import Client, Gateway
+from tests.simulated_host import SimulatedHost, SimulatedModel
 
 
 async def diagnosed(client: httpx.AsyncClient) -> list[dict[str, Any]]:
@@ -121,6 +123,15 @@ async def test_closed_nodes_and_paused_queues_are_found(gateway: Gateway, api: C
     assert [one["first_seen_at"] for one in (closed, paused)] == [rfc3339(closed_at)] * 2
     other = await gateway.client("o", "cluster:read", tenant="zeta")
     assert [one["kind"] for one in await diagnosed(other)] == ["node-closed"]
+
+
+@pytest.mark.provokes("model-server-misplaced")
+async def test_server_without_a_place_for_its_models_is_found(gateway: Gateway) -> None:
+    host = SimulatedHost("main", [SimulatedModel("any")])
+    gateway.change(served=[(ServerRules("main", "n7"), host)])
+    [found] = await diagnosed(await gateway.client("boss"))
+    assert (found["kind"], found["severity"]) == ("model-server-misplaced", "critical")
+    assert 'its node "n7" has not joined' in found["cause"]
 
 
 @pytest.mark.provokes("node-silent", "nodes-held-back")

@@ -2,12 +2,13 @@
 
 import re
 
+import pytest
 from gpubroker_server.broker.fleet import COUNTED
 from gpubroker_server.http.problems import CATALOGUE
 from gpubroker_server.telemetry import metrics
 
 from tests.architecture.source_tree import ROOT
-from tests.gateway.harness import DOCUMENT
+from tests.gateway.harness import DOCUMENT, Client, Gateway, problem
 
 ERRORS = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
 METRICS = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
@@ -15,6 +16,23 @@ METRICS = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
 
 def test_every_error_code_has_its_section_and_no_section_lacks_a_code() -> None:
     assert re.findall(r"^## (.+)$", ERRORS, re.MULTILINE) == list(CATALOGUE)
+
+
+@pytest.mark.parametrize("code", CATALOGUE)
+async def test_type_of_a_problem_leads_to_its_section(gateway: Gateway, code: str) -> None:
+    nobody = gateway.with_secret(None)
+    page = (await nobody.get(f"/problems/{code}")).json()
+    assert (page["code"], page["status"]) == (code, CATALOGUE[code].status)
+    assert f"## {code}\n\n{page['text']}" in ERRORS
+
+
+async def test_a_refusal_names_the_page_below_the_prefix_of_a_proxy(gateway: Gateway, api: Client) -> None:
+    assert problem(await api.get("/tasks/task_0"), 404, "not-found")["type"] == "/problems/not-found"
+    gateway.change(root_path="/gpubroker")
+    behind = await gateway.with_secret(None).get("/tasks")
+    assert problem(behind, 401, "unauthenticated")["type"] == "/gpubroker/problems/unauthenticated"
+    unknown = await gateway.with_secret(None).get("/problems/no-such-code")
+    assert 'no code "no-such-code"' in problem(unknown, 404, "not-found")["detail"]
 
 
 def test_every_section_states_status_and_whether_trying_again_helps() -> None:

@@ -21,7 +21,7 @@ def measure(gateway: Gateway, cpu: float = 0.25, **fields: Any) -> None:
     now = gateway.clock.now()
     disks = (DiskSample("/", 1000 * 2**20, 250 * 2**20),)
     about: dict[str, Any] = {"memory_pressure": 0.5, "disks": disks, "received_bytes": 7, "sent_bytes": 8}
-    about |= {"store": StoreSample(64, 3), "gpus": {"gpu0": HEALTH}, **fields}
+    about |= {"store": StoreSample(64, 3), "store_used_mb": 16, "gpus": {"gpu0": HEALTH}, **fields}
     sample = NodeSample(NodeName("n1"), now, cpu, Mib(1000), Mib(400), **about)
     gateway.world.measure([a_sample("gpu0", now, utilization=cpu, used_mb=2 * GIB)], [sample])
     for _ in gateway.parts.history.follow(gateway.world):
@@ -55,7 +55,7 @@ async def test_a_node_shows_what_is_held_and_what_is_measured(gateway: Gateway, 
         "disks": [{"path": "/", "total_mb": 1000, "free_mb": 250}],
         "received_bytes": 7,
         "sent_bytes": 8,
-        "object_store": {"total_mb": 64, "spilled_mb": 3},
+        "object_store": {"total_mb": 64, "spilled_mb": 3, "used_mb": 16},
     }
     gateway.clock.advance(3 * gateway.policy.sample_period_seconds + 1)
     [node] = (await api.get("/nodes")).json()["items"]
@@ -210,6 +210,7 @@ async def test_metrics_show_what_was_measured_lately(gateway: Gateway, api: Clie
         'gpubroker_node_network_received_bytes_total{hostname="n1"} 7.0',
         'gpubroker_node_network_sent_bytes_total{hostname="n1"} 8.0',
         'gpubroker_node_object_store_capacity_bytes{hostname="n1"} 6.7108864e+07',
+        'gpubroker_node_object_store_used_bytes{hostname="n1"} 1.6777216e+07',
         'gpubroker_node_object_store_spilled_bytes{hostname="n1"} 3.145728e+06',
         f"gpubroker_gpu_power_watts{{{gpu}}} 412.5",
         f"gpubroker_gpu_temperature_celsius{{{gpu}}} 61.0",

@@ -8,6 +8,7 @@ import pytest
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.serving.batching import request_in
 from gpubroker_server.gateway.objects.routes import ObjectStorage
+from gpubroker_server.gateway.objects.transfer import PART_BYTES, Upload
 from gpubroker_server.ports.store import StoreUnavailable
 from starlette.requests import ClientDisconnect
 from structlog.testing import capture_logs
@@ -286,6 +287,15 @@ LARGE = bytes(range(256)) * 10_000
 async def in_parts(data: bytes, size: int = 100_000) -> AsyncIterator[bytes]:
     for at in range(0, len(data), size):
         yield data[at : at + size]
+
+
+async def test_an_upload_whose_first_parts_are_deleted_is_refused() -> None:
+    blobs = Blobs()
+    upload = Upload(blobs)
+    await upload.add(bytes(PART_BYTES + 1))
+    blobs.uploads.clear()
+    with pytest.raises(StoreUnavailable, match="send it again"):
+        await upload.add(bytes(PART_BYTES + 1))
 
 
 async def test_a_large_object_is_stored_and_read_as_it_comes(gateway: Gateway) -> None:

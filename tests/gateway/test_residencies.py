@@ -6,10 +6,13 @@ from typing import Any
 
 from gpubroker_server.core.domain.model_orders import IndexedModel, ModelState, ServerIndex
 from gpubroker_server.core.domain.models import ModelKey, ModelRules
+from gpubroker_server.core.domain.policy import InferenceServers
 from gpubroker_server.core.domain.server_rules import ServerRules
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.inference.holders import AGAIN_SECONDS, QueuedModels
 from gpubroker_server.inference.server_choice import Residencies
+from msgspec.structs import replace
 
 from tests.builders import GIB, a_device, a_node, a_sample, key
 from tests.gateway.harness import Gateway, problem
@@ -81,7 +84,7 @@ async def test_a_server_that_is_away_is_asked_last_for_a_model() -> None:
         assert at(gateway, "a") is not None
         await loaded(gateway, "a")
         assert residencies(gateway).note_wanted("llm", None)
-        residencies(gateway).is_up = lambda server: server != "a"
+        residencies(gateway).answers = lambda server, _over_grpc: server != "a"
         assert not residencies(gateway).note_wanted("llm", None)
         await residencies(gateway).want("llm", 50)
         assert at(gateway, "b") is not None
@@ -137,3 +140,78 @@ async def test_use_is_reported_for_each_copy() -> None:
             await residency.report_use()
         tasks = [at(gateway, server) for server in ("a", "b")]
         assert [task.priority for task in tasks if task is not None] == [90, 90]
+
+
+async def held_up(gateway: Gateway, node: str, gpu_mb: int) -> str:
+    """A critical run without an end in sight has this much of the node's GPU."""
+    task = await gateway.admin.submit(
+        priority="critical", resources={"gpus": 1, "gpu_mb": gpu_mb, "nodes": {"node": [node]}}
+    )
+    await gateway.plan(task)
+    assert gateway.task(task).node == node
+    return task
+
+
+async def test_model_that_no_server_has_is_denied_in_the_name_of_all() -> None:
+    async with a_gateway(a_server("a", "n1", "llm"), a_server("b", "n2", "llm")) as gateway:
+        refused = await gateway.admin.post("/models/nosuch/load", json={})
+        assert "none of the servers a, b has it" in problem(refused, 404, "not-found")["detail"]
+
+
+async def test_model_is_loaded_where_idle_models_leave_not_where_a_run_stays() -> None:
+    """Server b has more free memory, but less of it than the model needs, and for hours."""
+    models = {**LARGE, "bert": ModelRules(Mib(70 * GIB))}
+    served = a_server("a", "n1", "llm", "bert", models=models), a_server("b", "n2", "llm", models=LARGE)
+    async with a_gateway(*served) as gateway:
+        await gateway.admin.post("/models/bert/load", json={})
+        await loaded(gateway, "a", "bert")
+        await held_up(gateway, "n2", 40 * GIB)
+        gateway.clock.advance(60.0)
+        residency, _ = await residencies(gateway).want("llm", 50)
+        assert residency.rules.name == "a"
+
+
+async def test_model_that_waits_in_vain_is_loaded_at_a_server_with_room() -> None:
+    served = a_server("a", "n1", "llm", models=LARGE), a_server("b", "n2", "llm", models=LARGE)
+    async with a_gateway(*served) as gateway:
+        runs = [await held_up(gateway, node, 60 * GIB) for node in ("n1", "n2")]
+        first, _ = await residencies(gateway).want("llm", 50)
+        again, _ = await residencies(gateway).want("llm", 50)
+        assert again is first
+        other = next(residency for residency in residencies(gateway) if residency is not first)
+        await gateway.end(runs[0 if other.rules.node == "n1" else 1])
+        assert (await residencies(gateway).want("llm", 50))[0] is other
+
+
+async def test_model_that_only_inferences_wait_for_moves_to_a_server_with_room() -> None:
+    served = a_server("a", "n1", "llm", models=LARGE), a_server("b", "n2", "llm", models=LARGE)
+    async with a_gateway(*served) as gateway:
+        serving = InferenceServers(ledger=("a", "b"))
+        gateway.change(policy=replace(gateway.policy, serving=serving))
+        runs = {node: await held_up(gateway, node, 60 * GIB) for node in ("n1", "n2")}
+        tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1.0]}
+        asked = await gateway.admin.post("/inferences", json={"model": "llm", "inputs": [tensor]})
+        assert asked.status_code == 202, asked.text
+        queued_models = QueuedModels(residencies(gateway))
+        waits_at = "a" if at(gateway, "a") else "b"
+        other, node = ("b", "n2") if waits_at == "a" else ("a", "n1")
+        await gateway.end(runs[node])
+        await queued_models.check()
+        assert at(gateway, other) is None
+        gateway.clock.advance(AGAIN_SECONDS)
+        await queued_models.check()
+        assert at(gateway, other) is not None
+
+
+async def test_uses_keep_no_copy_wanted_that_is_not_in_memory() -> None:
+    served = a_server("a", "n1", "llm", models=LARGE), a_server("b", "n2", "llm", models=LARGE)
+    async with a_gateway(*served) as gateway:
+        for server in ("a", "b"):
+            await gateway.admin.post("/models/llm/load", json={}, params={"server": server})
+        await loaded(gateway, "a")
+        assert residencies(gateway).note_wanted("llm", 90)
+        for residency in residencies(gateway):
+            await residency.report_use()
+        await gateway.turn()
+        tasks = [at(gateway, server) for server in ("a", "b")]
+        assert [task.priority for task in tasks if task is not None] == [90, 79]

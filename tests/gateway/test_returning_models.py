@@ -13,6 +13,7 @@ from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.http.identity import Identity
 from gpubroker_server.inference.draining import Draining
 from gpubroker_server.inference.lanes import NO_WISH, LaneOptions, Lanes
+from gpubroker_server.ports.backends import Trouble
 from msgspec.structs import replace
 
 from tests.builders import a_device, a_node, a_sample, key
@@ -136,6 +137,37 @@ async def test_model_whose_process_is_gone_is_reported_to_the_leader_regularly()
         there.gateway.clock.advance(5.0)
         await there.stage.ask("POST", INFER, b"x")
         await until(lambda: len(doubts) == 2)
+
+
+STREAM = "/v2/models/any/generate_stream"
+DEAD = b'{"error":"Stub process \'any_0_0\' is not healthy."}'
+
+
+def a_stream(*events: bytes, status: str = "200 OK") -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    )
+    chunks = [b"data: %b\n\n" % event for event in events]
+    return head + b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+
+
+async def test_model_that_dies_in_a_stream_or_before_it_is_reported() -> None:
+    said = b'{"text_output":"my process is not healthy"}'
+    async with resident_models(heard := Heard()) as there:
+        await resident(there)
+        doubts = doubts_told(there.gateway)
+        answers = [
+            (a_stream(said), 0),
+            (a_stream(b'{"error":"no such tensor"}'), 0),
+            (a_stream(said, DEAD), 1),
+            (a_stream(DEAD, status="400 Bad Request"), 2),
+            (saying("Stub process 'any_0_0' is not healthy.", "400 Bad Request"), 3),
+        ]
+        for answer, told in answers:
+            heard.answer = answer
+            there.gateway.clock.advance(5.0)
+            await there.stage.ask("POST", STREAM, b"{}")
+            await until(lambda told=told: len(doubts) == told)  # type: ignore[misc]
 
 
 class Slow(Heard):
@@ -281,3 +313,33 @@ async def test_request_waiting_at_one_server_goes_to_another_that_gets_the_model
         await in_ledger(there.gateway, "b", ModelState.READY)
         assert (await client.answer())[0] == 200
         assert heard.bodies == [b"xyz"]
+
+
+class NoCalls:
+    """Stands for the gRPC side of a server that nothing is asked over."""
+
+    async def close(self) -> None:
+        return
+
+
+async def test_request_waits_for_another_copy_while_its_server_is_away_over_http() -> None:
+    """The same server still counts as there over gRPC, because nobody has asked anything over it."""
+    main, b = SimulatedHost("main", [SimulatedModel("any")]), SimulatedHost("b", [SimulatedModel("any")])
+    heard, also_served = Heard(), [(replace(RULES, name="b", node="n2"), b)]
+    async with a_stage(None, served=(RULES, main), also_served=also_served, others=[heard]) as stage:
+        there, gateway = ResidentModels(stage, main, Lanes(LaneOptions())), stage.gateway
+        await gateway.join(a_device("gpu9", node="n2"), node=a_node("n2"))
+        assert gateway.residencies is not None
+        await gateway.residencies.at("main").want("any", 50)  # type: ignore[union-attr]
+        await there.load()
+        away = stage.fleet.servers[0]
+        away.calls = NoCalls()  # type: ignore[assignment]
+        for _ in range(3):
+            away.http.failed(Trouble.UNREACHABLE, "Connection refused")
+        client = await stage.connect()
+        client.ask("POST", INFER, b"xyz")
+        await until(lambda: gateway.world.models.of(ModelKey("b", "any")) is not None)
+        gateway.world.measure([a_sample(key("gpu9", "n2"), gateway.clock.now())])
+        await gateway.plan(gateway.world.models.of(ModelKey("b", "any")).id)  # type: ignore[union-attr]
+        await in_ledger(gateway, "b", ModelState.READY)
+        assert (await client.answer())[0] == 200

@@ -67,6 +67,7 @@ _SERVER_COMMANDS = frozenset(
         "gateway",
         "broker",
         "cluster",
+        "config",
         "health",
         "down",
         "migrate",

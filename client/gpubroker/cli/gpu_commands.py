@@ -15,6 +15,7 @@ from rich.text import Text
 from gpubroker.cli.lookup import connect, stats_if_allowed
 from gpubroker.cli.printing import Format, Output, Watch, emit, emit_all, watch
 from gpubroker.cli.tables import duration, executor_in_words, gib, short_id, size
+from gpubroker.cli.watching import Changes
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -51,7 +52,8 @@ def gpus(
             return GpuTable(listed) if listed else "no GPU is idle" if idle else _why_none(broker)
 
         if watching:
-            watch(output, found, drawn)
+            changes = Changes(broker, ("lease.*", "pledge.*", "device.*", "node.*", "gpu.*"))
+            watch(output, found, drawn, changes.wait)
         else:
             emit_all(output, found(), drawn)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpubroker.cli import EXIT_WAIT_TIMEOUT, parsing
@@ -152,6 +153,10 @@ def _named(broker: Broker, word: str) -> str:
 
 
 def _models(listed: Sequence[ServedModel]) -> RenderableType:
+    """Return the table. A reason that holds for several models of a server stands once below it."""
+    notes = [(each, " ".join((each.reason or "").split())) for each in listed]
+    times = Counter((model.server, note) for model, note in notes if note and model.state == "cold")
+    shared = {of_server: count for of_server, count in times.items() if count > 1}
     rows = [
         (
             model.name,
@@ -160,11 +165,15 @@ def _models(listed: Sequence[ServedModel]) -> RenderableType:
             "pinned" if model.pinned else "" if model.priority is None else str(model.priority),
             "" if model.gpu_mb is None else size(model.gpu_mb),
             ago(model.loaded_at),
-            " ".join((model.reason or "").split()),
+            "" if (model.server, note) in shared else note,
         )
-        for model in listed
+        for model, note in notes
     ]
-    return PlainTable(_COLUMNS, rows) if rows else Text("no models")
+    below = [
+        Text(f"! {count} models of {server}: {note}", style="yellow")
+        for (server, note), count in shared.items()
+    ]
+    return Group(PlainTable(_COLUMNS, rows), *below) if rows else Text("no models")
 
 
 def _model(shown: ServedModel) -> Text:

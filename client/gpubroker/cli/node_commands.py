@@ -36,7 +36,8 @@ def nodes(
 ) -> None:
     """List nodes: what is held of them (CPU, MEMORY, RUNS), and how busy and full they are.
 
-    USED is host memory and DISK the fullest of the watched disks, by all programs.
+    USED is host memory and DISK the fullest of the watched disks, by all programs. STORE is what objects take
+    of Ray's object store.
     """
     with connect() as broker:
         emit_all(output, broker.nodes(sort=sort).items, _nodes)
@@ -158,6 +159,7 @@ _NODE_COLUMNS = (
     Column("MEMORY"),
     Column("USED"),
     Column("DISK"),
+    Column("STORE"),
     Column("RUNS"),
     Column("GPUS"),
 )
@@ -173,24 +175,30 @@ def _nodes(listed: Sequence[Node]) -> RenderableType:
             gib_of(node.memory_mb.used, node.memory_mb.total, unit=" GiB"),
             memory,
             disk,
+            store,
             f"{node.runs.used}/{node.runs.limit}",
             str(node.gpus),
         )
         for node in listed
-        for busy, memory, disk in [_measured(node)]
+        for busy, memory, disk, store in [_measured(node)]
     ]
     notes = [Text(f"! {node.name}: {note}", style="yellow") for node in listed for note in _notes(node)]
     return Group(PlainTable(_NODE_COLUMNS, rows), *notes) if rows else Text("no nodes")
 
 
-def _measured(node: Node) -> tuple[str, str, str]:
-    """Return how busy the node's CPUs are, and how full its memory and its fullest disk are."""
+def _measured(node: Node) -> tuple[str, str, str, str]:
+    """Return how busy the node's CPUs are, and how full its memory, its fullest disk and its object store
+    are."""
     now = node.measured
     if now is None or now.stale:
-        return "", "", ""
+        return "", "", "", ""
     fullest = max((1 - disk.free_mb / disk.total_mb for disk in now.disks if disk.total_mb), default=None)
     used = 1 - now.memory_available_mb / max(1, now.memory_total_mb)
-    return f"{now.cpu:.0%}", f"{used:.0%}", "" if fullest is None else f"{fullest:.0%}"
+    store = now.object_store
+    stored = None if store is None or store.used_mb is None else store.used_mb / max(1, store.total_mb)
+    shares = (now.cpu, used, fullest, stored)
+    busy, memory, disk, kept = ("" if share is None else f"{share:.0%}" for share in shares)
+    return busy, memory, disk, kept
 
 
 def _notes(node: Node) -> Iterator[str]:

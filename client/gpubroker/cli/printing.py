@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,7 +15,6 @@ from rich.segment import Segment
 
 from gpubroker.cli import EXIT_REFUSED, EXIT_USAGE
 
-_WATCH_SECONDS = 1.0
 _PIPE_WIDTH = 1000
 
 
@@ -27,7 +25,7 @@ class Format(StrEnum):
 
 
 Output = Annotated[Format, typer.Option("--output", "-o", help="Output format.")]
-Watch = Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")]
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Refresh with each change until Ctrl-C.")]
 
 
 class _Shown(Protocol):
@@ -95,20 +93,24 @@ def emit_all(output: Format, answers: Sequence[A], draw: Callable[[Sequence[A]],
 
 
 def watch(
-    output: Format, ask: Callable[[], Sequence[A]], draw: Callable[[Sequence[A]], RenderableType]
+    output: Format,
+    ask: Callable[[], Sequence[A]],
+    draw: Callable[[Sequence[A]], RenderableType],
+    wait: Callable[[], None],
 ) -> None:
-    """Ask every second until Ctrl-C. A terminal shows one table that changes; a pipe gets every answer."""
+    """Ask until Ctrl-C, each time that `wait` returns. A terminal shows one table that changes; a pipe gets
+    every answer."""
     out = _console()
     try:
         if output is Format.TABLE and out.is_terminal:
             with Live(_Harmless(draw(ask())), console=out, auto_refresh=False, screen=True) as live:
                 while True:
-                    time.sleep(_WATCH_SECONDS)
+                    wait()
                     live.update(_Harmless(draw(ask())), refresh=True)
         while True:
             emit_all(output, ask(), draw)
             sys.stdout.flush()
-            time.sleep(_WATCH_SECONDS)
+            wait()
     except KeyboardInterrupt:
         return
 

@@ -131,4 +131,5 @@ def timestamp(at: datetime | None) -> str:
 
 def executor_in_words(executor: "ExecutorState") -> str:
     """Say what runs the tasks, and its state."""
-    return " ".join(value for value in (executor.state, executor.address, executor.message) if value)
+    words = ": ".join(value for value in (executor.state, executor.message) if value)
+    return f"{words} ({executor.address})" if executor.address else words

@@ -6,7 +6,7 @@ from typing import Any
 from gpubroker.transport.decoding import Page, decode, page_of
 from gpubroker.transport.exchange import Steps
 from gpubroker.transport.operations import Operations, operation, path_part, without_none
-from gpubroker.wire.devices import Gpu
+from gpubroker.wire.devices import Gpu as Answer
 from gpubroker.wire.fleet import AutoscalingDemand, Finding
 from gpubroker.wire.nodes import Node, NodeDetail
 from gpubroker.wire.plans import FleetPlan
@@ -14,6 +14,15 @@ from gpubroker.wire.policy import Policy, Profile, Tenant
 from gpubroker.wire.quarantine import Quarantined
 from gpubroker.wire.stats import Stats
 from gpubroker.wire.targets import Target
+
+
+class Gpu(Answer, frozen=True):
+    """A device, its holders, and its free memory, as the service answered."""
+
+    def _repr_html_(self) -> str:
+        from gpubroker.notebook import html_of_list
+
+        return html_of_list([self]) or ""
 
 
 class ClusterApi(Operations):

@@ -127,7 +127,7 @@ def _opened_function(order: RunOrder) -> Invocation:
         )
     try:
         function, args, kwargs = cloudpickle.loads(order.arguments)
-        return Invocation(function, tuple(args), dict(kwargs))
+        return Invocation(getattr(function, PLAIN_FUNCTION, function), tuple(args), dict(kwargs))
     except BaseException as fault:
         message = f"the pickled function cannot be opened here: {describe(fault)}; {_how_to_bring(fault)}"
         raise CannotOpen(failed("import_failed", message, trace_of(fault))) from None

@@ -327,8 +327,10 @@ class _Mapped:
 
 
 def progress_bar() -> Callable[[Array], None]:
-    """Return a function that shows on standard error how many items of an array are done: in a terminal as
-    one line that changes, otherwise as a line for each tenth of the items."""
+    """Return a function that shows how many items of an array are done: in a notebook as a bar, on standard
+    error of a terminal as one line that changes, otherwise as a line for each tenth of the items."""
+    if (notebook := _notebook_bar()) is not None:
+        return notebook
     shown = -1
 
     def show(array: Array) -> None:
@@ -346,12 +348,33 @@ def progress_bar() -> Callable[[Array], None]:
     return show
 
 
+def _notebook_bar() -> Callable[[Array], None] | None:
+    """Return a function that shows a bar in the notebook in which this process runs; None if it runs in
+    none."""
+    ipython = sys.modules.get("IPython")  # a notebook has imported it
+    if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
+        return None
+    from gpubroker.notebook import html_of_progress
+
+    html = ipython.display.HTML
+    handle = ipython.display.display(html(""), display_id=True)
+
+    def show(array: Array) -> None:
+        handle.update(html(html_of_progress(array.fraction, _counts(array))))
+
+    return show
+
+
 def bar_line(array: Array, width: int = _BAR_WIDTH) -> str:
     """Return the line of a progress bar: `[#####.....] 50/100, 2 failed, 25/s`."""
     filled = int(array.fraction * width)
+    return f"[{'#' * filled}{'.' * (width - filled)}] {_counts(array)}"
+
+
+def _counts(array: Array) -> str:
     failed = f", {array.failed} failed" if array.failed else ""
     rate = f", {array.items_per_second:.0f}/s" if array.items_per_second else ""
-    return f"[{'#' * filled}{'.' * (width - filled)}] {array.done}/{array.total}{failed}{rate}"
+    return f"{array.done}/{array.total}{failed}{rate}"
 
 
 def _with_objects_of(body: bytes, items: Sequence[Any]) -> bytes:

@@ -1,4 +1,5 @@
-"""Arguments that are too large for the body of a submit are sent as objects; the function gets the values."""
+"""What is too large for the body of a submit is sent as objects: arguments, and functions that refer to large
+data. The function gets the values."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,9 @@ from gpubroker.tasks.submission import (
     SubmitOptions,
     Target,
     is_to_upload,
+    pickled_function,
     submission_body,
+    with_defaults,
 )
 from gpubroker.tasks.uploading import with_stored
 from gpubroker.transport.exchange import Answer, Call, Steps
@@ -35,7 +38,29 @@ def fitting_body(send: Send, target: Target, args: Sequence[Any], options: Submi
     small_args, small_kwargs = yield from small_arguments(send, args, given, pickles=callable(target))
     if small_kwargs:
         options = cast("SubmitOptions", {**options, "kwargs": small_kwargs})
-    return submission_body(target, small_args, options)
+    body = submission_body(target, small_args, options)
+    if len(body) <= MOST_BODY_BYTES or not callable(target):
+        return body
+    stored = yield from _stored(send, pickled_function(target, options.get("modules")))
+    kwargs = {**small_kwargs, FUNCTION: stored}
+    return submission_body(caller(), small_args, caller_options(target, options, kwargs))
+
+
+FUNCTION = "gpubroker_function"
+"""The keyword argument with which a stored function comes to the function that calls it."""
+
+
+def caller() -> Callable[..., Any]:
+    """Return a function that calls the function it gets as the keyword argument `FUNCTION` with its other
+    arguments. It is pickled with its code, so that nodes of an earlier release can run it."""
+    return lambda *args, gpubroker_function, **kwargs: gpubroker_function(*args, **kwargs)
+
+
+def caller_options(target: Target, options: SubmitOptions, kwargs: Mapping[str, Any]) -> SubmitOptions:
+    """Return the options of a task that runs `caller` in place of `target`, with these keyword arguments."""
+    stated = with_defaults(target, options)
+    kept: Mapping[str, Any] = {name: value for name, value in stated.items() if name != "modules"}
+    return cast("SubmitOptions", {**kept, "kwargs": kwargs})
 
 
 def small_arguments(
@@ -70,6 +95,10 @@ def _or_object(send: Send, value: Any, *, pickles: bool) -> Steps[Any]:
     data = _packed(value, pickles=pickles)
     if len(data) <= LEAST_BYTES:
         return value
+    return (yield from _stored(send, data))
+
+
+def _stored(send: Send, data: bytes) -> Steps[ObjectRef]:
     stored = (yield from send(upload_call(data))).json()
     return ObjectRef(stored["id"], stored["size_bytes"])
 

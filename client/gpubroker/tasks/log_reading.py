@@ -2,7 +2,6 @@
 
 import re
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypedDict
@@ -10,7 +9,8 @@ from typing import Any, Self, TypedDict
 from gpubroker.errors import Unreachable
 from gpubroker.runtime.output import LogStream
 from gpubroker.tasks.task import Task
-from gpubroker.transport.exchange import LONGEST_PAUSE_SECONDS, Call, Pause, Steps, pause_seconds
+from gpubroker.transport.breaks import Breaks
+from gpubroker.transport.exchange import Call, Pause, Steps
 from gpubroker.transport.operations import Reading, without_none
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!$))")
@@ -79,7 +79,6 @@ class LogReading(Reading[LogLine]):
         self._find = find
         self._path = ""
         self._get = get
-        self._retry_seconds = retry_seconds
         self._follows = wanted.get("follow", False)
         self._only = wanted.get("attempt")
         self._params = {name: wanted[name] for name in ("stream", "rank", "worker") if name in wanted}
@@ -91,10 +90,9 @@ class LogReading(Reading[LogLine]):
         self._called = self._was_over = self._ended_well = False
         """`_was_over` is True if the attempt had ended before the last call; `_ended_well`, if the answer to
         that call was read to its end."""
-        self._called_at, self._called_for = 0.0, 0
+        self._called_for = 0
         self._has_news = False
-        self._breaks, self._give_up_at = 0, 0.0
-        """The number of consecutive answers that broke off at once."""
+        self._breaks = Breaks(retry_seconds)
 
     def next_call(self) -> Steps[Call | None]:
         self._path = self._path or (yield from self._find())
@@ -103,8 +101,7 @@ class LogReading(Reading[LogLine]):
             return self._call(self._only)
         if not self._follows and self._ended_well:
             return None
-        if self._breaks:
-            yield from self._pause()
+        yield from self._breaks.pause(f"the log cannot be read on from byte {self._offset}")
         task = yield from self._get()
         if not self._attempt:
             self._attempt = self._only or max(1, task.attempt)
@@ -125,17 +122,9 @@ class LogReading(Reading[LogLine]):
         """True if the answer to the last call contained a line."""
         return self._has_news
 
-    def _pause(self) -> Steps[None]:
-        pause = pause_seconds(self._breaks - 1)
-        if time.monotonic() + pause > self._give_up_at:
-            raise Unreachable(
-                f"the log cannot be read on from byte {self._offset}: each answer has broken off there for "
-                f"{self._retry_seconds:g} s; the service's own log says why"
-            )
-        yield Pause(pause)
-
     def _call(self, attempt: int | None) -> Call:
-        self._called_at, self._called_for = time.monotonic(), self._offset
+        self._called_for = self._offset
+        self._breaks.note_call()
         params: dict[str, Any] = {"attempt": attempt, "offset": self._offset or None}
         params |= {"follow": (self._follows and not self._polls) or None, "mark": self._mark}
         present_params = without_none(params)
@@ -153,23 +142,11 @@ class LogReading(Reading[LogLine]):
         off, or whose end is still to be printed, is dropped: the next call reads it again."""
         broken = fault is not None
         self._ended_well = not broken
-        self._note_break(broken)
+        self._breaks.note_end(is_broken=broken, has_news=self._offset != self._called_for)
         line, self._begun = self._begun, b""
         if broken or not line or (self._polls and not self._was_over):
             return ()
         return (self._counted(line),)
-
-    def _note_break(self, broken: bool) -> None:
-        """Count consecutive breaks. A call that stayed open for long without output may have been ended by a
-        proxy, and does not count."""
-        now = time.monotonic()
-        at_once = self._offset == self._called_for and now - self._called_at < LONGEST_PAUSE_SECONDS
-        if not broken or not at_once:
-            self._breaks = 0
-            return
-        if self._breaks == 0:
-            self._give_up_at = now + self._retry_seconds
-        self._breaks += 1
 
     def _counted(self, line: bytes) -> LogLine:
         self._has_news = True

@@ -150,6 +150,8 @@ def own_or_any(find: Callable[..., "Steps[list[str]]"]) -> "Steps[list[str]]":
 
 def _meant(ask: Ask, word: str, *, to_change: bool, **whose: str) -> "Steps[list[str]]":
     named = yield from _named(ask, name=word, **whose)
+    if not named and not to_change:  # models are listed only if they are asked for
+        named = yield from _named(ask, name=word, kind="model", **whose)
     ids_meant = [task["id"] for task in named]
     if len(ids_meant) > 1 and (whole := _whole_of(named)) is not None:
         ids_meant = [whole]

@@ -22,7 +22,7 @@ from gpubroker.runtime.carrying import (
     is_not_json,
     is_not_pickled,
 )
-from gpubroker.runtime.objects import ObjectRef, named_object
+from gpubroker.runtime.objects import ObjectRef, named_object, pickled_buffers
 from gpubroker.tasks.environments import environment_body, project_to_store
 from gpubroker.tasks.naming import Ask, ids_after
 
@@ -376,6 +376,13 @@ def _packed(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
             "inside the function, and pass plain values"
         ) from error
     return packed
+
+
+def pickled_function(function: Callable[..., Any], modules: Sequence[Any] | None = None) -> bytes:
+    """Return the bytes of an object from which each run gets a copy of the function, and of what it refers
+    to, that it may change. The function has been pickled before, with its arguments."""
+    with _carrying(modules or ()):
+        return b"".join(pickled_buffers(function, beside=False))
 
 
 MOST_BODY_BYTES = 8 * 2**20

@@ -28,6 +28,11 @@ class Task(Answer, frozen=True):
         where = f" on {self.node}" if self.node else ""
         return f"<Task {self.id} {name}{self.raw.get('state', self.state.value)}{where}>"
 
+    def _repr_html_(self) -> str:
+        from gpubroker.notebook import html_of_task
+
+        return html_of_task(self)
+
     @property
     def is_finished(self) -> bool:
         return self.state.is_terminal
@@ -71,6 +76,11 @@ class Task(Answer, frozen=True):
         """Iterate over the printed lines, as `broker.logs(task, follow=True)` of the broker that returned
         this task."""
         return self._broker().logs(self, **wanted)
+
+    def events(self, **wanted: Any) -> Any:
+        """Iterate over the task's events, as `broker.events(task, follow=True)` of the broker that returned
+        this task."""
+        return self._broker().events(self, **wanted)
 
     def _broker(self) -> Any:
         broker = None if self.told_by is None else self.told_by()

@@ -13,7 +13,9 @@ import cloudpickle
 from gpubroker.errors import BrokerError, ResultUnreadable, WrongArgument
 from gpubroker.runtime.objects import PICKLE_MARK, ObjectRef, opened_object
 from gpubroker.runtime.output import STREAMS
-from gpubroker.tasks.large_arguments import fitting_body, without_arguments
+from gpubroker.tasks.event_reading import EventOptions, EventReading
+from gpubroker.tasks.explanation import Explanation
+from gpubroker.tasks.large_arguments import caller, caller_options, fitting_body, without_arguments
 from gpubroker.tasks.log_reading import BothStreams, LogLine, LogOptions, LogReading
 from gpubroker.tasks.naming import find_task, id_meant, ids_after
 from gpubroker.tasks.object_api import ObjectApi
@@ -47,7 +49,7 @@ from gpubroker.transport.operations import (
     without_none,
 )
 from gpubroker.wire.events import Event
-from gpubroker.wire.explanations import Explanation, Simulation
+from gpubroker.wire.explanations import Simulation
 from gpubroker.wire.forecasts import Estimate
 from gpubroker.wire.tasks import Cancelled, Outcome, Stack
 
@@ -103,13 +105,6 @@ class ChangeOptions(TypedDict, total=False):
     queue_ttl_seconds: float | None
     """The longest wait for the first start, counted from the change, or from `not_before` if that is set."""
     deadline_at: datetime | str | None
-
-
-class EventStart(TypedDict, total=False):
-    """The position at which `events` begins. Give one of these."""
-
-    after: int
-    last: int
 
 
 TaskOrError = str | BrokerError
@@ -215,6 +210,8 @@ class TaskApi(ObjectApi):
         body = simulation_body(target, args, options)
         if len(body) > MOST_BODY_BYTES:  # the arguments do not matter
             body = simulation_body(target, (), without_arguments(options))
+        if len(body) > MOST_BODY_BYTES and callable(target):  # nor does what the function refers to
+            body = simulation_body(caller(), (), caller_options(target, options, {}))
         answer = yield from self._send(Call("POST", "/tasks/simulate", body=body))
         return decode(Simulation, answer.json())
 
@@ -229,6 +226,47 @@ class TaskApi(ObjectApi):
         """Return the task once it has ended, however it ended. Raises WaitTimeout after `timeout_seconds`;
         the task continues."""
         return (yield from self._wait(task, timeout_seconds))
+
+    @listing
+    def as_completed(self, tasks: Iterable[AnyTask], *, timeout_seconds: float | None = None) -> Pages[Task]:
+        """Yield each of the tasks once it has ended, however it ended, in the order in which they end.
+
+            for task in broker.as_completed([fit.submit(rate) for rate in rates]):
+                print(task.name, task.result())
+
+        Those that had ended before come first. The iteration costs one request per task and one for each
+        half second in which nothing ends. Raises WaitTimeout for one of the tasks that are left after
+        `timeout_seconds`; all of them continue.
+        """
+        deadline, still_open, position = Deadline(timeout_seconds), dict[str, Task](), 0
+
+        def fetch(cursor: str | None) -> Steps[Page[Task]]:
+            nonlocal position
+            ended: list[Task] = []
+            if cursor is None:
+                # The position is read before the tasks, so that no end between the two is missed.
+                position = (yield from self._ask("GET", "/events", last=1))["next_after"]
+                for task in tasks:
+                    seen = yield from self._get(task)
+                    if seen.is_finished:
+                        ended.append(seen)
+                    else:
+                        still_open[seen.id] = seen
+            else:
+                page = yield from self._ask("GET", "/events", after=position, limit=_EVENTS_PER_PAGE)
+                position = page["next_after"]
+                for id in {event["key"]: None for event in page["items"] if event["key"] in still_open}:
+                    seen = yield from self._get(id)
+                    if seen.is_finished:
+                        del still_open[id]
+                        ended.append(seen)
+                if not ended and still_open and deadline.is_over():
+                    raise deadline.error(next(iter(still_open.values())))
+                if not page["items"]:
+                    yield Pause(_FOLLOW_PAUSE_SECONDS)
+            return a_page(ended, "more" if still_open else None)
+
+        return Pages(fetch)
 
     @operation
     def result(self, task: AnyTask, timeout_seconds: float | None = None) -> Steps[Any]:
@@ -325,24 +363,54 @@ class TaskApi(ObjectApi):
 
     @listing
     def events(
-        self, task: AnyTask | None = None, *, follow: bool = False, **start: Unpack[EventStart]
-    ) -> Pages[Event]:
+        self, task: AnyTask | None = None, *, follow: bool = False, **wanted: Unpack[EventOptions]
+    ) -> Pages[Event] | Reading[Event]:
         """Yield the events of the log, oldest first; those of one task if given, or of all workers of an
-        array or a worker set. With `follow` the iteration never ends. It begins after a position (`after`),
-        or with the number of newest events given by `last` (up to 500)."""
-        first = {"after": 0} if start.get("last") is None else {"last": start["last"]}
-        first |= {"after": start["after"]} if start.get("after") else {}
+        array or a worker set.
+
+            for event in broker.events(follow=True, last=0, kind="task.failed"):
+                print(event.key)
+
+        With `follow` new events come as they are committed, through lost connections and restarts of the
+        service, and without a gap or a repetition; the iteration ends when the task has ended, and never
+        without one. The options are those of `EventOptions`: after (a position) or last (the number of newest
+        events with which to begin, up to 500), kind (such as `task.failed`, or `task.*`), and without a task:
+        tasks, labels, tenant. Raises Refused with the code events-gone if events that were yet to come are no
+        longer kept.
+        """
+
+        def find() -> Steps[tuple[str, Mapping[str, Any]]]:
+            params: dict[str, Any] = dict(wanted)
+            params |= {f"label.{key}": value for key, value in params.pop("labels", {}).items()}
+            named = []
+            for one in params.pop("tasks", ()):
+                named.append((yield from id_meant(self._ask, one)))
+            if named:
+                params["task"] = named
+            if task is None:
+                return "/events", without_none(params)
+            id = yield from id_meant(self._ask, task)
+            return f"/tasks/{path_part(id)}/events", without_none(params)
+
+        return EventReading(find, self._retry_seconds) if follow else self._event_pages(find)
+
+    def _event_pages(self, find: Callable[[], Steps[tuple[str, Mapping[str, Any]]]]) -> Pages[Event]:
+        """Return the pages of the events that are kept by now."""
+        found: tuple[str, Mapping[str, Any]] | None = None
 
         def fetch(cursor: str | None) -> Steps[Page[Event]]:
-            nonlocal task
-            task = None if task is None else (yield from id_meant(self._ask, task))
-            path = "/events" if task is None else f"/tasks/{path_part(task)}/events"
-            begin = {"after": cursor} if cursor else first
-            raw = yield from self._ask("GET", path, **begin, limit=_EVENTS_PER_PAGE)
+            nonlocal found
+            found = found or (yield from find())
+            path, params = found
+            if cursor:
+                params = {
+                    **{name: given for name, given in params.items() if name != "last"},
+                    "after": cursor,
+                }
+            raw = yield from self._ask("GET", path, **params, limit=_EVENTS_PER_PAGE)
             items = tuple(decode(Event, item) for item in raw["items"])
-            if follow and not items:
-                yield Pause(_FOLLOW_PAUSE_SECONDS)
-            return a_page(items, str(raw["next_after"]) if follow or items else None, raw)
+            reached = str(raw["next_after"])
+            return a_page(items, None if reached == str(params.get("after", 0)) else reached, raw)
 
         return Pages(fetch)
 

@@ -69,4 +69,4 @@ def _stored(send: Send, archive: "Archive") -> Steps[ObjectRef]:
     else:
         return ObjectRef(archive.id, archive.size_bytes)
     stored = (yield from send(upload_call(archive))).json()
-    return ObjectRef(stored["id"], stored["size_bytes"])  # what was read now: a file may have changed
+    return ObjectRef(stored["id"], stored["size_bytes"])  # of a large archive: a file may have changed

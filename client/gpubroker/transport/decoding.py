@@ -12,12 +12,23 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from msgspec import NODEFAULT, Struct, structs
 
-from gpubroker.wire.answered import Answered, KnownState, Page, Raw, Time
+from gpubroker.wire.answered import Answered, KnownState, Raw, Time
+from gpubroker.wire.answered import Page as Answer
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Struct)
 
 __all__ = ["KnownState", "Page", "Raw", "a_page", "decode", "page_of"]
+
+
+class Page(Answer[T], frozen=True):
+    """A part of a list, or all of it."""
+
+    def _repr_html_(self) -> str | None:
+        """Return the table that notebooks show; None for items of which there is none."""
+        from gpubroker.notebook import html_of_list
+
+        return html_of_list(self.items)
 
 
 def page_of(model: type[S], raw: Raw, **given: Any) -> Page[S]:

@@ -110,7 +110,8 @@ class SyncHttp(SyncCaller):
             with self._http.stream(**_request_of(call, self._timeout_seconds)) as response:
                 if response.is_error:
                     response.read()
-                    raise error_of(_answer_of(response, _EVENT))
+                    reading.refused(error_of(_answer_of(response, _EVENT)))
+                    return
                 for data in response.iter_bytes():
                     yield from reading.take(data)
         except httpx.TransportError as error:
@@ -208,7 +209,8 @@ class AsyncHttp(AsyncCaller):
             async with self._http.stream(**_request_of(call, self._timeout_seconds)) as response:
                 if response.is_error:
                     await response.aread()
-                    raise error_of(_answer_of(response, _EVENT))
+                    reading.refused(error_of(_answer_of(response, _EVENT)))
+                    return
                 async for data in response.aiter_bytes():
                     for item in reading.take(data):
                         yield item

@@ -15,12 +15,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from dataclasses import dataclass
 from functools import update_wrapper
 from types import NoneType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args, get_origin, overload
 from urllib.parse import quote
 
 from msgspec import Struct
 
-from gpubroker.errors import Unreachable
+from gpubroker.errors import BrokerError, Unreachable
 from gpubroker.transport.decoding import Page, page_of
 from gpubroker.transport.exchange import Answer, Call, Steps, exchange
 
@@ -52,6 +52,10 @@ class Reading(ABC, Generic[T]):
     @abstractmethod
     def end(self, fault: Unreachable | None) -> Iterable[T]:
         """Return the remaining items after the answer has ended, or has broken off with `fault`."""
+
+    def refused(self, error: BrokerError) -> None:
+        """Note that the call was refused. Raises `error` unless another call may be answered."""
+        raise error
 
 
 class Lines(Reading[T]):
@@ -225,6 +229,8 @@ def _documented(function: Callable[..., Any], written: Callable[..., Any], itera
     update_wrapper(function, written)
     signature = inspect.signature(written)
     value = get_args(signature.return_annotation)[-1]
+    if iterator and get_origin(value) is Reading:  # a choice: pages, or what is read as it arrives
+        [value] = get_args(value)
     returns = iterator[value] if iterator else None if value is NoneType else value
     setattr(function, "__signature__", signature.replace(return_annotation=returns))  # noqa: B010
     return function

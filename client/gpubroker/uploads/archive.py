@@ -22,12 +22,14 @@ from gpubroker.runtime.archives import (
 from gpubroker.uploads.ignoring import Entry, entries_of
 
 _PART_BYTES = 2**20
+_KEPT_BYTES = 64 * 2**20
+"""The size up to which an archive stays in memory after it was hashed, so that its files are read once."""
 _MOST_NAMED = 10
 _REMEDY = "name it in .gpubrokerignore"
 
 
 class Archive:
-    """The archive of a directory, read from the files each time it is sent: a `transport.bodies.Body`."""
+    """The archive of a directory, which is a `transport.bodies.Body`."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         """Compute the layout of the archive. Raises WrongArgument for files that cannot be sent."""
@@ -35,29 +37,39 @@ class Archive:
         self.size_bytes = len(END) + sum(
             len(head) + _padded(_content(entry)) for head, entry in self._members
         )
+        self._kept: Sequence[bytes] = ()
 
     @cached_property
     def id(self) -> str:
         """The SHA-256 of the archive's bytes, which is the id of the object that it becomes. Raises
         WrongArgument."""
-        digest = hashlib.sha256()
-        for part in self.parts():
+        digest, parts = hashlib.sha256(), []
+        for part in self._read():
             digest.update(part)
+            if self.size_bytes <= _KEPT_BYTES:
+                parts.append(part)
+        self._kept = parts
         return digest.hexdigest()
 
     def parts(self) -> Iterator[bytes]:
-        """Yield the bytes of the archive. Raises WrongArgument for files that can no longer be read."""
-        part = bytearray()
+        """Yield the bytes of the archive. A large one is read again from the files. Raises WrongArgument for
+        files that can no longer be read."""
+        yield from self._kept or self._read()
+
+    def _read(self) -> Iterator[bytes]:
+        gathered: list[bytes] = []
+        gathered_bytes = 0
         for head, entry in self._members:
-            part += head
+            gathered.append(head)
             if size := _content(entry):
                 for data in _content_of(entry, size):
-                    part += data
-                    if len(part) >= _PART_BYTES:
-                        yield bytes(part)
-                        part.clear()
-                part += filling_after(size)
-        yield bytes(part) + END
+                    gathered.append(data)
+                    gathered_bytes += len(data)
+                    if gathered_bytes >= _PART_BYTES:
+                        yield b"".join(gathered)
+                        gathered, gathered_bytes = [], 0
+                gathered.append(filling_after(size))
+        yield b"".join([*gathered, END])
 
 
 def archive_of(directory: Path, limits: ArchiveLimits) -> Archive:
@@ -106,10 +118,13 @@ def _padded(size_bytes: int) -> int:
 def _content_of(entry: Entry, size_bytes: int) -> Iterator[bytes]:
     unread_bytes = size_bytes
     try:
-        with open(os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
-            while unread_bytes and (part := file.read(min(unread_bytes, _PART_BYTES))):
+        file = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            while unread_bytes and (part := os.read(file, min(unread_bytes, _PART_BYTES))):
                 yield part
                 unread_bytes -= len(part)
+        finally:
+            os.close(file)
     except OSError as fault:
         raise WrongArgument(
             f"{entry.path} cannot be read: {fault.strerror}; allow it, or {_REMEDY}"

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from gpubroker.wire.answered import Answered, Time
+from gpubroker.wire.tasks import TaskState
 
 
 class Event(Answered, frozen=True):
@@ -23,3 +24,10 @@ class EventPage(Answered, frozen=True):
     items: tuple[Event, ...]
     next_after: Annotated[int, Meta(description="Pass it as `after` to read on.")]
     oldest: Annotated[int, Meta(description="Position of the oldest event that is kept.")]
+
+
+class StreamEnd(Answered, frozen=True):
+    """The data of the message `end`, the last of a task's stream."""
+
+    task: Annotated[str, Meta(description="The task, the array or the worker set that has ended.")]
+    state: TaskState

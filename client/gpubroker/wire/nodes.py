@@ -74,12 +74,16 @@ class Disk(Answered, frozen=True):
 
 
 class ObjectStore(Answered, frozen=True):
-    """The object store of Ray on this node. Ray tells its use for the whole cluster only."""
+    """The object store of Ray on this node."""
 
     total_mb: int
     spilled_mb: Annotated[
         int | None, Meta(description="The memory that was moved to disk for lack of room; null if unknown.")
     ]
+    used_mb: Annotated[
+        int | None,
+        Meta(description="The memory that objects take, as Ray's head has told last; null if unknown."),
+    ] = None
 
 
 class MeasuredNode(Answered, frozen=True):

@@ -21,10 +21,20 @@ class Fault(Answered, frozen=True):
     code: str
 
 
+class ProblemPage(Answered, frozen=True):
+    """What a code of problems means, and what to do."""
+
+    code: str
+    status: int
+    title: str
+    retryable: bool
+    text: Annotated[str, Meta(description="Markdown.")]
+
+
 class ProblemDocument(Answered, frozen=True):
     """RFC 9457 problem details. `code` is stable, `detail` is for people."""
 
-    type: str
+    type: Annotated[str, Meta(description="The path of the page about the code, which needs no token.")]
     title: str
     status: int
     detail: str

@@ -7,34 +7,51 @@ import hmac
 import os
 import secrets
 from pathlib import Path
+from typing import NamedTuple
 
 from gpubroker_server.core.domain.units import Fence, TaskId
 
 PREFIX = "gpbrun_"
 _KEY_BYTES = 32
+_CODE = "code"
+
+
+class RunOfToken(NamedTuple):
+    task: TaskId
+    fence: Fence
+    brings_code: bool = False
+    """True if the run's code came with its task, as a function, a command or an uploaded directory does."""
 
 
 class RunTokens:
-    """Makes and reads the tokens of runs: `gpbrun_<task>.<fence>.<HMAC-SHA256>`. A valid token does not prove
-    that the run is still there; the caller must check that."""
+    """Makes and reads the tokens of runs: `gpbrun_<task>.<fence>.<HMAC-SHA256>`, with `code.` before the
+    signature for a run whose code came with its task. A valid token does not prove that the run is still
+    there; the caller must check that."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
-    def token_of(self, task: TaskId, fence: Fence) -> str:
-        return f"{PREFIX}{task}.{fence}.{self._signature(task, fence)}"
+    def token_of(self, run: RunOfToken) -> str:
+        text = _signed_text(run)
+        return f"{PREFIX}{text}.{self._signature(text)}"
 
-    def run_of(self, token: str) -> tuple[TaskId, Fence] | None:
+    def run_of(self, token: str) -> RunOfToken | None:
         """Return the run of a token; None if the token was not made with this key."""
-        parts = token.removeprefix(PREFIX).split(".")
-        if not token.startswith(PREFIX) or len(parts) != 3 or not parts[1].isdecimal() or not token.isascii():
+        text, _, signature = token.removeprefix(PREFIX).rpartition(".")
+        task, fence, *marks = text.split(".") if text.count(".") in (1, 2) else ("", "")
+        if not token.startswith(PREFIX) or not fence.isdecimal() or not token.isascii():
             return None
-        task, fence = TaskId(parts[0]), Fence(int(parts[1]))
-        return (task, fence) if hmac.compare_digest(parts[2], self._signature(task, fence)) else None
+        run = RunOfToken(TaskId(task), Fence(int(fence)), marks == [_CODE])
+        is_signed = text == _signed_text(run) and hmac.compare_digest(signature, self._signature(text))
+        return run if is_signed else None
 
-    def _signature(self, task: TaskId, fence: Fence) -> str:
-        signed = hmac.new(self._key, f"{task}.{fence}".encode(), hashlib.sha256).digest()
+    def _signature(self, text: str) -> str:
+        signed = hmac.new(self._key, text.encode(), hashlib.sha256).digest()
         return base64.b32encode(signed).decode().rstrip("=").lower()
+
+
+def _signed_text(run: RunOfToken) -> str:
+    return f"{run.task}.{run.fence}" + (f".{_CODE}" if run.brings_code else "")
 
 
 def key_at(path: Path) -> bytes:

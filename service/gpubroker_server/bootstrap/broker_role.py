@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import WallClock, boot_seconds
+from gpubroker_server.adapters.extensions import ExtensionRefused, RunningExtension, installed
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.adapters.triton.server_process import is_gone
@@ -59,6 +60,7 @@ from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.store import LineageChanged, LogShortened
 from gpubroker_server.settings.loading import Settings
+from gpubroker_server.telemetry.table import ExtensionRow
 
 
 class BrokerRole:
@@ -104,8 +106,20 @@ class BrokerRole:
         """Returns the fleet as the last leader saw it, in this process or in another one."""
         self._publisher = Publisher(follower.world, follower.progress, self.seen, store)
         self._slots = SlotDivider(settings.triton.slots, store, follower.clock)
+        self._extensions: list[RunningExtension] = []
         follower.listen(self._on_events)
         follower.on_reread.append(self._on_reread)
+
+    async def begin(self) -> None:
+        """Start the extensions of the settings. Raises StartRefused."""
+        for name, options in self._settings.extensions.items():
+            try:
+                running = RunningExtension(name, installed(name))
+                await asyncio.to_thread(running.start, options)
+            except ExtensionRefused as fault:
+                await self._stop_extensions()
+                raise StartRefused(str(fault)) from fault
+            self._extensions.append(running)
 
     def jobs(self) -> list[Job]:
         jobs = [
@@ -172,7 +186,18 @@ class BrokerRole:
     async def wind_up(self) -> None:
         await self.candidate.wind_up()
 
+    def extension_rows(self) -> list[ExtensionRow]:
+        return [
+            ExtensionRow(running.name, running.delivered, running.failed, running.dropped)
+            for running in self._extensions
+        ]
+
+    async def _stop_extensions(self) -> None:
+        await asyncio.gather(*(asyncio.to_thread(running.stop) for running in self._extensions))
+        self._extensions = []
+
     async def close(self, *, stop_cluster: bool) -> None:
+        await self._stop_extensions()
         await self.executor.close(stop_cluster=stop_cluster)
         for host in self._hosts:
             await host.close()
@@ -305,3 +330,5 @@ class BrokerRole:
     def _on_events(self, events: Sequence[Event]) -> None:
         if self.candidate.leader is not None:
             self.candidate.leader.on_events(events)
+            for running in self._extensions:
+                running.offer(events)

@@ -30,6 +30,7 @@ from gpubroker_server.bootstrap.compose import (
     ray_options_of,
 )
 from gpubroker_server.bootstrap.follower import Job, LogFollower
+from gpubroker_server.bootstrap.jwt_access import JwtAccess, jwt_access_of
 from gpubroker_server.bootstrap.leader_status import LeaderStatus
 from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of, servers_of
 from gpubroker_server.bootstrap.run_access import RunAccess, secrets_of, url_of
@@ -106,7 +107,8 @@ class GatewayRole:
         self._settings, self._store = settings, store
         self._follower = follower
         self._listener = listener
-        self._tokens = Tokens(store, follower.clock, of_run=self._identity_of_run)
+        self._jwt: JwtAccess | None = jwt_access_of(settings, follower.clock)
+        self._tokens = Tokens(store, follower.clock, elsewhere=self._identity_elsewhere)
         self._waiters = Waiters(settings.limits.tenant_waits)
         rules = rules_of(settings, self._host, modules_of(settings, leads=broker is not None))
         self._servers = servers_of(settings)
@@ -128,6 +130,7 @@ class GatewayRole:
             ids=ids,
             access_log=settings.access_log,
             disk_full=disk_full,
+            extensions=tuple if broker is None else broker.extension_rows,
             servers=self._servers,
             residencies=self._residencies,
         )
@@ -138,15 +141,18 @@ class GatewayRole:
         plane = self._plane(parts, callers, app.state.telemetry) if parts.servers else None
         layers: Any = app.middleware_stack  # called without the layers of FastAPI around it
         connection = limited_by(port) if plane is None else in_front_of(plane, port)
-        config = uvicorn.Config(
-            layers, http=connection, ws="none", loop="none",
-            log_config=None, access_log=False, lifespan="off", server_header=False, proxy_headers=False,
-        )  # fmt: skip
         self._calls = None if plane is None else self._grpc_port(plane)
         self._closing: asyncio.Task[None] | None = None
-        self._server = QuietServer(config)
+        self._server = server_of(layers, connection)
+        self._follow(follower)
+
+    def _follow(self, follower: LogFollower) -> None:
+        """Have requests that wait, and event streams, get what the follower reads."""
+        subscriptions = self._parts.subscriptions
         follower.listen(self._waiters.on_events)
+        follower.listen(subscriptions.on_events)
         follower.on_reread.append(lambda _fault: self._waiters.wake_all())
+        follower.on_reread.append(lambda _fault: subscriptions.end_all())
 
     async def begin(self) -> None:
         await self._tokens.load()
@@ -162,6 +168,8 @@ class GatewayRole:
 
     def jobs(self) -> list[Job]:
         jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
+        if self._jwt is not None:
+            jobs.append(("keys of issuers", self._jwt.keep_keys_fresh()))
         jobs.append(("idle templates", keep_filling(self._parts)))
         jobs.append(("logs that are read", self._parts.log_readers.keep()))
         jobs.append(("history of samples", self._keep_history()))
@@ -192,8 +200,9 @@ class GatewayRole:
                 await host.close()
 
     def drain(self) -> None:
-        """Report that this process ends, and answer waiting requests now."""
+        """Report that this process ends, answer waiting requests now, and end the event streams."""
         self._waiters.close()
+        self._parts.subscriptions.close()
 
     def stop(self, most_seconds: float) -> None:
         """Accept no new requests. Requests under way may be answered within `most_seconds`."""
@@ -245,9 +254,14 @@ class GatewayRole:
     def url(self) -> str:
         return url_of(self._listener)
 
-    def _identity_of_run(self, token: str) -> Identity | None:
+    def _identity_elsewhere(self, token: str) -> Identity | None:
+        """Return the holder of a token that is not in the store. Raises Problem for a JWT that is not
+        accepted."""
         run = self._runs.run_of(token)
-        return None if run is None else identity_of_run(self._follower.world.tasks.get(run[0]), run[1])
+        if run is None:
+            return None if self._jwt is None else self._jwt.identity_of(token)
+        task = self._follower.world.tasks.get(run.task)
+        return identity_of_run(task, run.fence, brings_code=run.brings_code)
 
     @property
     def _host(self) -> str:
@@ -370,6 +384,15 @@ def modules_of(settings: Settings, *, leads: bool) -> PythonModules | None:
     if not is_alone or settings.engine != "ray" or settings.ray.address:
         return None
     return PythonModules(tuple(map(str, settings.task_path)) or (os.getcwd(),))
+
+
+def server_of(app: Any, connection: type[asyncio.Protocol]) -> "QuietServer":
+    """Return the server of an app whose connections are of this class."""
+    config = uvicorn.Config(
+        app, http=connection, ws="none", loop="none",
+        log_config=None, access_log=False, lifespan="off", server_header=False, proxy_headers=False,
+    )  # fmt: skip
+    return QuietServer(config)
 
 
 class QuietServer(uvicorn.Server):

@@ -94,6 +94,8 @@ class Process:
         await self._follower.begin()
         await self._lead.begin()
         self._stop_on_signals()
+        if self._broker is not None:
+            await self._broker.begin()
         leading = self._begin_all(self._broker)
         try:
             serving = [] if self._listener is None else [await self._speak(self._listener)]

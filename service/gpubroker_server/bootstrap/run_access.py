@@ -4,11 +4,11 @@ tenants."""
 import socket
 from collections.abc import Mapping
 
-from gpubroker_server.adapters.run_tokens import RunTokens, key_at
+from gpubroker_server.adapters.run_tokens import RunOfToken, RunTokens, key_at
 from gpubroker_server.adapters.secret_files import SecretFiles
 from gpubroker_server.bootstrap.start_checks import StartRefused, own_host
+from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.task import Task
-from gpubroker_server.core.domain.units import Fence, TaskId
 from gpubroker_server.settings.loading import Settings
 
 _KEY = "run-tokens.key"
@@ -35,14 +35,14 @@ class RunAccess:
         except OSError as fault:
             raise StartRefused(f"submit_from_tasks needs a key that cannot be used: {fault}") from None
 
-    def env_of(self, task: Task) -> Mapping[str, str]:
+    def env_of(self, task: Task, spec: RunSpec) -> Mapping[str, str]:
         """Return the environment variables by which the SDK in a run finds the service."""
         if self._tokens is None:
             return {}
-        token = self._tokens.token_of(task.id, task.fence)
+        token = self._tokens.token_of(RunOfToken(task.id, task.fence, spec.brings_code))
         return {"GPUBROKER_URL": self._url, "GPUBROKER_TOKEN": token}
 
-    def run_of(self, token: str) -> tuple[TaskId, Fence] | None:
+    def run_of(self, token: str) -> RunOfToken | None:
         return None if self._tokens is None else self._tokens.run_of(token)
 
 

@@ -84,6 +84,8 @@ def check_installed(settings: Settings, *, leads: bool) -> None:
         raise StartRefused(
             "ray.dashboard needs more to be installed: pip install 'ray[default]'; or set it to false"
         )
+    if settings.oidc:
+        needed.append(("jwt", "oidc", "to accept JWTs (oidc)"))
     missing = [(extra, purpose) for module, extra, purpose in needed if find_spec(module) is None]
     if missing:
         extras = ",".join(extra for extra, _ in missing)

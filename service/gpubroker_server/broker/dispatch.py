@@ -91,7 +91,7 @@ class Dispatcher:
     """Dispatches the orders of leased models."""
     inferences: InferenceDispatcher | None = None
     """Dispatches queued inferences."""
-    env_of: Callable[[Task], Mapping[str, str]] = lambda _: {}
+    env_of: Callable[[Task, RunSpec], Mapping[str, str]] = lambda _task, _spec: {}
     """Returns the environment variables that a run gets besides those of its task."""
     secrets: SecretStore | None = None
     hear: Hear = lambda _: None
@@ -256,7 +256,7 @@ class Dispatcher:
         if spec.arguments_digest is not None:
             arguments = await self.blobs.get(spec.arguments_digest)
         state, uri = await self._newest_valid(task, saved)
-        env = self.env_of(task)
+        env = self.env_of(task, spec)
         return RunPayload(
             spec=replace(spec, env={**spec.env, **env}) if env else spec,
             arguments=arguments,

@@ -191,12 +191,12 @@ class FleetKeeper:
 
     def on_events(self, events: Sequence[Event]) -> None:
         for event in events:
-            if event.kind == "gpu.reopened":
-                self._control.failing_gpus.forget(DeviceKey(event.key))
-            if event.kind in self._events:
-                self._events[event.kind] += 1
             transition = _MOVES.get(event.kind)
             if transition is None:
+                if event.kind == "gpu.reopened":
+                    self._control.failing_gpus.forget(DeviceKey(event.key))
+                elif event.kind in self._events:
+                    self._events[event.kind] += 1
                 continue
             task = event.task or self.world.tasks.get(TaskId(event.key))
             match task:
@@ -208,11 +208,11 @@ class FleetKeeper:
                     self._throughput.moved(transition, is_inference=False)
             if task is None:
                 continue
-            if task.is_terminal:
-                self._control.loads.pop(task.id, None)
-                self._control.fill.end(task, event.at)
             if transition is Move.SUBMITTED:
                 self._control.fill.note(task, is_new=True)
+            elif task.is_terminal:
+                self._control.loads.pop(task.id, None)
+                self._control.fill.end(task, event.at)
 
     def _pressures(self, host: HostUse, now: Instant) -> Mapping[str, float | None]:
         pending = self.world.pending - self.world.pending_held

@@ -59,8 +59,9 @@ MOST_ENDS_ASKED = 1000
 NewFleet = Callable[[Callable[[], float]], FleetKeeper]
 """Makes a FleetKeeper. The argument is a function that returns how many seconds commits take now."""
 
-_NO_MOVES = frozenset({Move.SUBMITTED, Move.CHANGED})
-"""The moves of a task that the gateway logs when it accepts the task or its change."""
+_MOVES = {f"task.{move}": move for move in Move if move not in {Move.SUBMITTED, Move.CHANGED}}
+"""Maps the kind of an event to the move that the leader logs. The gateway logs the other moves when it
+accepts the task or its change."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -318,14 +319,14 @@ def log_moves(events: Iterable[Event], world: World) -> None:
     """Log one line for each move of a task. The World has already applied these events, and may have dropped
     a task that ended."""
     for event in events:
-        subject, _, change = event.kind.partition(".")
-        if subject != "task" or change in _NO_MOVES:
+        move = _MOVES.get(event.kind)
+        if move is None:
             continue
         row = event.task or world.tasks.get(TaskId(event.key))
         about: dict[str, str | int | None] = {"task": event.key, "tenant": event.tenant}
         if row is not None:
             about |= {"attempt": row.fence, "node": row.node, "why": row.stop_reason, "cause": row.stop_cause}
-        log.info(f"task {change}", **{name: value for name, value in about.items() if value is not None})
+        log.info(f"task {move}", **{name: value for name, value in about.items() if value is not None})
 
 
 class CycleTimer:
@@ -347,13 +348,15 @@ class CycleTimer:
 
     async def next(self) -> None:
         """Wait until the next cycle should begin. A `wake` after that counts for the following cycle."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TICK_SECONDS):
-                await self._woken.wait()
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._began_at + PACE_SECONDS):
-                await self._is_urgent.wait()
         loop = asyncio.get_running_loop()
+        if not self._woken.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._woken.wait()
+        if not self._is_urgent.is_set() and loop.time() < self._began_at + PACE_SECONDS:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._began_at + PACE_SECONDS):
+                    await self._is_urgent.wait()
         await asyncio.sleep(max(0.0, self._urgent_at + PACE_SECONDS - loop.time()))
         self._began_at = loop.time()
         if self._is_urgent.is_set():

@@ -78,7 +78,7 @@ _UNSTORABLE = Failure(
 
 def forget_ended(progress: dict[TaskId, Any], events: Iterable[Event]) -> None:
     """Forget the progress of runs that have ended."""
-    for event in events:
+    for event in events if progress else ():
         if event.kind in _ENDS_OF_A_RUN:
             progress.pop(TaskId(event.key), None)
 

@@ -8,7 +8,7 @@ from math import inf
 from gpubroker_server.broker.commit import COMMITTED, Committer
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.planning.consolidation import Consolidation
-from gpubroker_server.core.planning.cycle import Slice
+from gpubroker_server.core.planning.cycle import Slice, has_nothing_to_plan
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ForecastRounds
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
@@ -47,6 +47,8 @@ class Planner:
         await self._forecast(FORECAST_SECONDS)
 
     async def _plan_slices(self, stop: Callable[[], bool]) -> None:
+        if has_nothing_to_plan(self.world):
+            return
         cursor, turns = None, 1
         while True:
             now, forecasts = self.clock.now(), self.forecast_rounds.forecasts

@@ -13,7 +13,7 @@ from gpubroker_server.core.planning.fragmentation import (
     find_scattered_demand,
     fragmentation,
 )
-from gpubroker_server.gateway.admin import operations, secrets, tokens
+from gpubroker_server.gateway.admin import operations, problem_pages, secrets, tokens
 from gpubroker_server.gateway.arrays import routes as arrays
 from gpubroker_server.gateway.arrays.submit import GivenObjects
 from gpubroker_server.gateway.cluster import (
@@ -94,6 +94,7 @@ _RESOURCES = (
         tokens,
         secrets,
         operations,
+        problem_pages,
     ),
 )
 """The resources in the order in which paths are matched and documented, the busiest resources first."""
@@ -114,7 +115,7 @@ def create_app(parts: AppParts) -> FastAPI:
 
     sources = Sources(
         world, parts.follower.age_seconds, parts.leadership.leader, policy, clock.now, fragmented,
-        parts.disk_full, lambda: parts.database_log.seen,
+        parts.disk_full, lambda: parts.database_log.seen, lambda: len(parts.subscriptions), parts.extensions,
     )  # fmt: skip
     app.state.telemetry = telemetry = Telemetry(sources)
     storage = ObjectStorage(parts.store, parts.blobs, clock, parts.limits)

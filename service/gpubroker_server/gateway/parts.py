@@ -28,12 +28,14 @@ from gpubroker_server.http.identity import Tokens
 from gpubroker_server.http.ids import Ids
 from gpubroker_server.http.leader_release import LeaderRelease
 from gpubroker_server.http.routing import app_part
+from gpubroker_server.http.subscriptions import Subscriptions
 from gpubroker_server.http.times import Follower, Freshness
 from gpubroker_server.http.waiters import LeaderRequests, Leadership, OneAtATime, Waiters
 from gpubroker_server.ports.model_servers import KnownServer, ModelResidencies
 from gpubroker_server.ports.secrets import SecretStore
 from gpubroker_server.ports.store import BlobStore, Clock, TaskStore
 from gpubroker_server.ports.worker_calls import WorkerCalls
+from gpubroker_server.telemetry.table import ExtensionRow
 
 
 class OperatorRules(Struct, frozen=True, kw_only=True):
@@ -85,6 +87,8 @@ class AppParts:
     access_log: bool = False
     disk_full: Callable[[], str] = str
     """Returns a text that says which local disk of this process is full, and why; empty if none is full."""
+    extensions: Callable[[], Sequence[ExtensionRow]] = tuple
+    """Returns what became of the events of each extension of this process."""
     servers: Sequence[KnownServer] = ()
     """All model servers."""
     residencies: ModelResidencies | None = None
@@ -127,6 +131,12 @@ class AppParts:
     @cached_property
     def freshness(self) -> Freshness:
         return Freshness(self.follower, self.store, self.waiters, self.limits)
+
+    @cached_property
+    def subscriptions(self) -> Subscriptions:
+        """The open event streams. The composition root passes every batch of committed events to
+        `on_events`."""
+        return Subscriptions(self.limits.event_streams, self.limits.token_event_streams)
 
     @cached_property
     def log_readers(self) -> LogReaders:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
@@ -13,6 +14,11 @@ _COPIED_BYTES: Final = 64 * 1024
 """The longest body that is copied behind its head for one write. A longer body is sent through ASGI."""
 
 Headers = Sequence[tuple[bytes, bytes]]
+
+
+class ClientStalled(ClientDisconnect):
+    """Raised in an answer whose client takes nothing. The connection is then closed at once: the rest of the
+    answer would keep its memory for as long as the client likes."""
 
 
 class Answering:
@@ -40,6 +46,15 @@ class Answering:
     def _placed(self, name: bytes, value: bytes) -> bytes:
         is_place = name.lower() == b"location" and value.startswith(b"/")
         return self._prefix + value if is_place else value
+
+    def abort(self) -> bool:
+        """Close the connection at once, and drop what the client has not taken of the answer. Return False if
+        there is no connection of uvicorn."""
+        cycle = getattr(self._send, "__self__", None)
+        if not isinstance(cycle, RequestResponseCycle):
+            return False
+        cycle.transport.abort()
+        return True
 
     def write_json(self, status: int, text: bytes, headers: Mapping[str, str] | None) -> bool:
         """Write the whole answer at once, and return True, or return False if that is not possible.

@@ -30,11 +30,13 @@ T = TypeVar("T")
 LINE = r"^[^\x00-\x1f\x7f]*$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 ENTRYPOINT = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+EVENT_KIND = r"^[a-z_]+\.([A-Za-z_]+|\*)$"
 LABEL_KEY = "[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?"
 PATTERNS_IN_WORDS = {
     LINE: "must be one line without control characters",
     ENTRYPOINT: "must be module:function",
     NAME: "must be letters, digits, dots, dashes and underscores, at most 63",
+    EVENT_KIND: "must be a kind of event, such as task.failed, or all of a subject, such as task.*",
 }
 """Pattern -> the text that describes it in a refusal."""
 
@@ -163,6 +165,30 @@ class WaitQuery(Query):
 class PageQuery(Query):
     limit: Annotated[int, Field(ge=1, description="At most the server's maximum.")] = 100
     cursor: Annotated[str | None, Field(max_length=200, description="`next_cursor` of a page.")] = None
+
+
+class LabelQuery(Query):
+    """A query that selects by labels, as in `label.team=vision`."""
+
+    model_config = ConfigDict(extra="allow")  # labels
+    open_names: ClassVar = re.compile(rf"label\.{LABEL_KEY}")
+    __pydantic_extra__: dict[str, LabelValue]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        extra: dict[str, str] = self.model_extra or {}
+        return {name.removeprefix("label."): value for name, value in extra.items()}
+
+
+LABELS_PARAMETER: Mapping[str, Any] = {
+    "name": "label",
+    "in": "query",
+    "style": "form",
+    "explode": True,
+    "description": "`label.team=vision`: only tasks with this label; all given must match.",
+    "schema": {"type": "object", "patternProperties": {r"^label\.": {"type": "string"}}},
+}
+"""The labels of a `LabelQuery` in the OpenAPI document."""
 
 
 def direction_of(sort: str) -> tuple[str, bool]:

@@ -89,14 +89,17 @@ class Identity(Grant, frozen=True):
 
 
 RUN_SCOPES = (Scope.TASKS_READ, Scope.TASKS_WRITE)
+CODE_RUN_SCOPES = (*RUN_SCOPES, Scope.TASKS_CODE, Scope.TASKS_COMMAND)
 
 
-def identity_of_run(task: Task | None, fence: Fence) -> Identity | None:
+def identity_of_run(task: Task | None, fence: Fence, *, brings_code: bool = False) -> Identity | None:
     """Return the identity of a run, which may read and submit tasks for its tenant up to its own priority;
-    None if the run has ended."""
+    None if the run has ended. A run whose code came with its task may submit code as well: its submitter was
+    allowed to run any code."""
     if task is None or task.fence != fence or not task.is_active:
         return None
-    return Identity(f"task {task.id}", task.tenant, RUN_SCOPES, task.priority)
+    scopes = CODE_RUN_SCOPES if brings_code else RUN_SCOPES
+    return Identity(f"task {task.id}", task.tenant, scopes, task.priority)
 
 
 def new_secret() -> str:
@@ -135,12 +138,12 @@ class Tokens:
         clock: Clock,
         *,
         refresh_seconds: Seconds = Seconds(5.0),
-        of_run: Callable[[str], Identity | None] = lambda _: None,
+        elsewhere: Callable[[str], Identity | None] = lambda _: None,
     ) -> None:
-        """`of_run` returns the identity of the run that has a secret, because the tokens of runs are not in
-        the store."""
+        """`elsewhere` returns the holder of a token that is not in the store: of a run, or a JWT. It may
+        raise Problem."""
         self._store = store
-        self._of_run = of_run
+        self._elsewhere = elsewhere
         self._clock = clock
         self._refresh_seconds = refresh_seconds
         self._by_hash: dict[str, Identity] = {}
@@ -191,8 +194,8 @@ class Tokens:
 
     def identify(self, secret: str) -> Identity | None:
         """Return the holder of the token with this secret; None if there is no such token or it has
-        expired."""
-        return self.holder(hash_of(secret)) or self._of_run(secret)
+        expired. Raises Problem for a JWT that is not accepted."""
+        return self.holder(hash_of(secret)) or self._elsewhere(secret)
 
     def holder(self, sha256: str) -> Identity | None:
         """Return the holder of the token with this hash; None if there is no such token or it has expired."""
@@ -223,17 +226,18 @@ class Callers:
     def identify(self, authorization: bytes | None) -> Identity:
         """Return the holder of the token in an Authorization header. Raises Problem unauthenticated."""
         if authorization is None:
-            raise _unauthenticated("no token was sent")
+            raise unauthenticated("no token was sent")
         scheme, _, secret = authorization.decode("latin-1").partition(" ")
         if scheme.lower() != "bearer":
-            raise _unauthenticated(f'the Authorization scheme is "{scheme[:20]}"')
+            raise unauthenticated(f'the Authorization scheme is "{scheme[:20]}"')
         identity = self._tokens.identify(secret.strip())
         if identity is None:
-            raise _unauthenticated("the token is unknown or has expired", ', error="invalid_token"')
+            raise unauthenticated("the token is unknown or has expired", ', error="invalid_token"')
         return identity
 
 
-def _unauthenticated(found: str, challenge: str = "") -> Problem:
+def unauthenticated(found: str, challenge: str = "") -> Problem:
+    """Return the problem of a request without a valid token. `found` says what was found instead."""
     headers = {"WWW-Authenticate": f'Bearer realm="gpubroker"{challenge}'}
     return Problem("unauthenticated", headers=headers, found=found)
 

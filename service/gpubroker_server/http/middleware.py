@@ -17,11 +17,11 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from gpubroker_server.core.domain.limits import ServiceLimits
-from gpubroker_server.http.answering import Answering
+from gpubroker_server.http.answering import Answering, ClientStalled
 from gpubroker_server.http.faults import invalid, request_faults
 from gpubroker_server.http.identity import Callers
 from gpubroker_server.http.ids import Ids
-from gpubroker_server.http.problems import Problem, problem_response
+from gpubroker_server.http.problems import PAGES, Problem, problem_response
 from gpubroker_server.http.proxies import FORWARDED_FOR, TrustedProxies, current_prefix
 from gpubroker_server.ports.store import Outgrown, StoreExhausted, StoreUnavailable, Unstorable
 from gpubroker_server.telemetry.logs import current_request, log_answered
@@ -30,7 +30,8 @@ from gpubroker_server.telemetry.metrics import Telemetry
 log = structlog.get_logger("gpubroker.gateway")
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
-"""The paths that are answered without a token. Every other path, known or not, needs one."""
+"""The paths that are answered without a token, as are those below PAGES. Every other path needs one, known
+or not."""
 
 _BODY_LIMITS = {"/tasks/batch": "batch_body_bytes", "/objects": "object_bytes"}
 """Path -> the setting that limits its bodies. Other paths have `body_bytes`."""
@@ -101,6 +102,10 @@ class RequestMiddleware:
             scope["path"] = scope["path"].rstrip("/") or "/"
         try:
             await self._route(scope, receive, answering)
+        except ClientStalled:
+            if answering.abort():
+                while (await receive())["type"] != "http.disconnect":
+                    pass
         except ClientDisconnect:
             pass
         except Exception as fault:
@@ -130,8 +135,11 @@ class RequestMiddleware:
         state, headers = scope["state"], dict(scope["headers"])
         state["headers"] = headers
         self._callers.check_host(headers.get(b"host", b""))
-        is_open = scope["path"] in OPEN_PATHS
-        state["identity"] = None if is_open else self._callers.identify(headers.get(b"authorization"))
+        authorization = headers.get(b"authorization")
+        is_open = scope["path"] in OPEN_PATHS or (
+            authorization is None and scope["path"].startswith(f"{PAGES}/")
+        )
+        state["identity"] = None if is_open else self._callers.identify(authorization)
         receive = self._limited(scope["path"], headers, receive)
         route = self._fixed.get((scope["method"], scope["path"]))
         if route is None:

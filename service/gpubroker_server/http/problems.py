@@ -13,8 +13,8 @@ from gpubroker_server.http.proxies import current_prefix
 
 __all__ = [
     "CATALOGUE",
-    "DOCS",
     "MEDIA_TYPE",
+    "PAGES",
     "SUBMIT_PROBLEMS",
     "Fault",
     "Problem",
@@ -24,7 +24,8 @@ __all__ = [
     "problem_response",
 ]
 
-DOCS: Final = "https://github.com/gpubroker/gpubroker/blob/main/docs/errors.md"
+PAGES: Final = "/problems"
+"""The path below which the service answers what a code means. It is the beginning of `type`."""
 MEDIA_TYPE: Final = "application/problem+json"
 
 
@@ -113,7 +114,8 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "model-ambiguous": ProblemKind(
         409,
         "The model is at several servers",
-        'model "{model}" is at several servers ({servers}); choose one of them, as in ?server={first}',
+        'model "{model}" is at several servers ({servers}); choose one of them: ?server={first}, or on the '
+        "command line --server {first}",
     ),
     "model-in-use": ProblemKind(
         409,
@@ -171,8 +173,9 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "events-gone": ProblemKind(
         410,
         "These events are no longer kept",
-        "events up to position {last_gone} are no longer kept, and some of them came after {after}; "
-        "read the present state (GET /tasks, GET /gpus), then read on without `after`",
+        "events up to position {last_gone} are no longer kept, and some of them came after {after}; the "
+        "oldest that is kept is at {oldest}; read the present state (GET /tasks, GET /gpus), then read on "
+        "without `after`",
     ),
     "payload-too-large": ProblemKind(413, "The body is too large"),
     "unsupported-media-type": ProblemKind(415, "The body has a type or encoding that is not supported"),
@@ -242,6 +245,7 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
         "(limits.tenant_waits); wait for fewer tasks at once, or ask again without waiting",
         retryable=True,
     ),
+    "event-streams-full": ProblemKind(429, "Too many event streams are open", retryable=True),
     "tenant-requests": ProblemKind(
         429,
         "The tenant has too many requests to models under way",
@@ -274,6 +278,12 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "model-not-loaded": ProblemKind(502, "The model was not loaded"),
     "model-server-failed": ProblemKind(502, "The model server failed"),
     "model-server-unauthorized": ProblemKind(502, "The model server refused the service"),
+    "identity-provider-unavailable": ProblemKind(
+        503,
+        "The issuer's keys are being fetched",
+        "the key that signed the JWT is being fetched from {issuer}; send the request again",
+        retryable=True,
+    ),
     "follower-stale": ProblemKind(503, "The overview is too old to be trusted", retryable=True),
     "stack-unavailable": ProblemKind(
         503,
@@ -360,7 +370,7 @@ def problem_document(problem: Problem, scope: Mapping[str, Any]) -> ProblemDocum
     """Return the body of the answer that reports the problem. `scope` is the ASGI scope of the request."""
     kind = problem.kind
     return ProblemDocument(
-        type=f"{DOCS}#{problem.code}",
+        type=f"{current_prefix.get()}{PAGES}/{problem.code}",
         title=kind.title,
         status=kind.status,
         detail=problem.detail,

@@ -132,18 +132,23 @@ class QueuedModels:
         }
         for model, groups in groups_by_model.items():
             brought = self._brought.get(model)
-            if self._residencies.holding(model):
+            waits = bool(self._residencies.holding(model))
+            if waits:
                 # A model that got into memory has shown that it can be loaded: the backoff starts anew.
                 if brought is not None and self._residencies.have(model):
                     brought.again_seconds = AGAIN_SECONDS
-                continue
+                if not self._residencies.may_move(model):
+                    continue
             if brought is None:
                 self._brought[model] = _Brought(now)
+                if waits:
+                    continue  # Where the model waits was chosen just now.
             elif now - brought.at < brought.again_seconds:
                 continue
             else:
                 brought.at = now
-                brought.again_seconds = min(2 * brought.again_seconds, MOST_AGAIN_SECONDS)
+                if not waits:
+                    brought.again_seconds = min(2 * brought.again_seconds, MOST_AGAIN_SECONDS)
             try:
                 priority = max(group.standing for group in groups)
                 await self._residencies.want(model, priority, queued=True)

@@ -148,8 +148,9 @@ class Plane:
         except StoreUnavailable:
             raise Problem("store-unavailable") from None
 
-    def has_left(self, model: str) -> bool:
-        """Return True if the ledger manages this model and has unloaded it."""
+    def has_left(self, model: str, *, over_grpc: bool) -> bool:
+        """Return True if the ledger manages this model and has unloaded it, and no server outside the ledger
+        that answers over the request's protocol has it."""
         if self.residencies is None or not model or self.residencies.have(model):
             return False
-        return not self.fleet.is_outside_ledger(model)
+        return not self.fleet.is_outside_ledger(model, over_grpc=over_grpc)

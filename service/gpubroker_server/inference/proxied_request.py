@@ -215,9 +215,11 @@ class ProxiedRequest(ABC):
         if operation.unloads:
             by = "" if self.identity is None else self.identity.name
             return partial(residencies.unloaded, self._model, by)
-        if not operation.needs_model or self.plane.fleet.is_outside_ledger(self._model):
+        is_outside = self.plane.fleet.is_outside_ledger(self._model, over_grpc=self.over_grpc)
+        if not operation.needs_model or is_outside:
             return None
-        return None if residencies.note_wanted(self._model, self.wish.priority) else self._bring
+        is_there = residencies.note_wanted(self._model, self.wish.priority, over_grpc=self.over_grpc)
+        return None if is_there else self._bring
 
     def _wait(self, bring: Bring | None) -> None:
         """Start a task that waits until the request can be sent. Raises Problem if the waiting bodies are too
@@ -259,7 +261,7 @@ class ProxiedRequest(ABC):
             if self.lane_entry.waits and self.state is State.AWAITING_MODEL:
                 self.state = NEXT[self.state][Move.QUEUE]
             await self.lane_entry.granted()
-            if not is_known or not self.plane.has_left(self._model):
+            if not is_known or not self.plane.has_left(self._model, over_grpc=self.over_grpc):
                 return
             # The model has left meanwhile: wait for the model without a slot, and then for a slot again.
             self.lane_entry.leave()
@@ -272,7 +274,9 @@ class ProxiedRequest(ABC):
         assert residencies is not None
         if self.target.operation.loads:
             residencies.try_again(self._model)
-        return await residencies.ready_if_known(self._model, self.wish.priority, self.wish.seconds)
+        return await residencies.ready_if_known(
+            self._model, self.wish.priority, self.wish.seconds, over_grpc=self.over_grpc
+        )
 
     def _write_waiting(self, data: bytes) -> None:
         try:
@@ -392,7 +396,8 @@ class ProxiedRequest(ABC):
             self.lane_entry.leave()
             self.lane_entry = None
         try:
-            self._wait(partial(residencies.returned, self._model, self.wish.priority, server.name))
+            returned = partial(residencies.returned, self._model, self.wish.priority, server.name)
+            self._wait(partial(returned, over_grpc=self.over_grpc))
         except Problem as full:
             self.refuse(full)
         return True

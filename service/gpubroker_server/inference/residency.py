@@ -4,7 +4,7 @@ holds a model, tells the leader which models are wanted, and waits."""
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from math import ceil
+from math import ceil, inf
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -30,6 +30,7 @@ from gpubroker_server.core.lifecycle.model_turns import pinned_in_the_way
 from gpubroker_server.core.planning.forecasts.forecast_rounds import ExpectedStart, expected_ready_at
 from gpubroker_server.core.planning.forecasts.forecasts import forecast_alone
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
+from gpubroker_server.core.planning.model_places import could_be_loaded
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.world.server_places import gpus_of, place_fault
 from gpubroker_server.core.world.world import World
@@ -46,7 +47,7 @@ from gpubroker_server.ports.models import (
     ModelHost,
     ModelState,
 )
-from gpubroker_server.ports.store import Clock, RunSpec, StoreUnavailable, TaskStore
+from gpubroker_server.ports.store import AdmittedTask, Clock, RunSpec, StoreUnavailable, TaskStore
 
 log = structlog.get_logger("gpubroker.tasks.task")
 
@@ -59,12 +60,18 @@ _DEAD_SECONDS: Final = Seconds(5.0)
 
 _LOAD_TRIES: Final = 3
 
+_TRAILING: Final = "; \n"
+"""Characters with which Triton ends the reasons of a failed load."""
+
 _RETRY_SECONDS: Final = 5
 """Value of Retry-After in seconds while it is not known when the model will be ready."""
 
 _HAS_STEPS: Final = frozenset({TaskState.ADMITTED, TaskState.RUNNING})
 """States of an ensemble's holder in which the server has the ensemble's steps in memory, or is loading
 them."""
+
+_DOING: Final = {TaskState.ADMITTED: "is being loaded", TaskState.STOPPING: "is being unloaded"}
+"""What happens to a model that requests wait for, by the state of its holder."""
 
 _FAILED_SECONDS: Final = Seconds(30.0)
 """Time after a failed load in which requests are refused. A later request has the model loaded again."""
@@ -127,7 +134,8 @@ class _Failed(Struct, frozen=True):
 class FailedLoads:
     """The failed loads of one server that one gateway has heard of."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: str) -> None:
+        self._server = server
         self._failed: dict[str, _Failed] = {}
 
     def note(self, model: str, why: str, revision: str, now: Instant) -> Problem:
@@ -154,7 +162,8 @@ class FailedLoads:
         failed = self._failed[model]
         seconds = max(1, ceil(failed.until - now))
         detail = (
-            f"model {model[:100]} is not in memory, its load failed: {failed.why}; the first request after "
+            f"model {model[:100]} is not in memory, its load failed at server {self._server}: "
+            f"{failed.why.rstrip(_TRAILING)}; the first request after "
             f"{seconds} s has it loaded again, changed files or POST /models/{{name}}/load at once"
         )
         return Problem("model-not-loaded", detail, headers={"Retry-After": str(seconds)})
@@ -165,7 +174,7 @@ class Residency:
         self.rules = rules
         self._parts = parts
         self.host = host
-        self.failed_loads = FailedLoads()
+        self.failed_loads = FailedLoads(rules.name)
         self._uses = UseCounts()
         self._reported_now: set[str] = set()
         self._dead_until: dict[str, Instant] = {}
@@ -369,21 +378,44 @@ class Residency:
             when = f"room for it is expected in {seconds} s, and how long it loads is not known yet"
             seconds = max(_RETRY_SECONDS, seconds)
         detail = (
-            f"model {task.name} is not in memory ({task.state.value}): {when}; "
-            f"it stays wanted, GET /tasks/{task.id}/explain says what it waits for"
+            f"model {task.name} is not in memory, it {_DOING.get(task.state, 'waits for it')} "
+            f"at server {self.rules.name}: {when}; it stays wanted, GET /tasks/{task.id}/explain "
+            "(scope tasks:read) says what it waits for"
         )
         return Problem("model-not-ready", detail, headers={"Retry-After": str(seconds)})
+
+    async def seconds_until_ready(self, model: str, priority: int) -> float:
+        """Return the time after which there is room for the model, apart from its load: 0 if there is room or
+        other holders make room for it; infinite if it is not known, or if the server cannot have the model.
+        Makes no holder. Raises StoreUnavailable."""
+        parts, now = self._parts, self._parts.clock.now()
+        task = self.memory_of(model)
+        try:
+            if task is None:
+                asked, described, _ = await self.demand_of(model)
+                task = self._new(model, asked, self._terms(model, priority, described.steps), now).task
+        except (Problem, UnknownModel):
+            return inf
+        if could_be_loaded(parts.world, task, gpus_of(parts.world, self.rules), parts.policy, now):
+            return 0.0
+        start = self._expected_ready_at(task, now) or self._expected_alone(task, now)
+        return inf if start is None else max(0.0, start.p50_at - now)
 
     def _expected_ready_at(self, task: Task, now: Instant) -> ExpectedStart | None:
         """Return the start that the forecasts for the first tasks of the queue expect. For other tasks,
         return when there would be room without the rest of the queue, as `explain` does."""
-        world, forecasts = self._parts.world, self._parts.forecasts()
-        start = expected_ready_at(world, task, forecasts, now)
-        if start is None and task.id in world.queue:
-            alone = forecast_alone(Draft(world), task, self._parts.policy, now, [NodeName(self.rules.node)])
-            if alone is not None and alone.basis is not Basis.GUESS:
-                start = expected_ready_at(world, task, (alone,), now)
+        start = expected_ready_at(self._parts.world, task, self._parts.forecasts(), now)
+        if start is None and task.id in self._parts.world.queue:
+            start = self._expected_alone(task, now)
         return start
+
+    def _expected_alone(self, task: Task, now: Instant) -> ExpectedStart | None:
+        """Return when a task that waits, or would wait, could start without the rest of the queue."""
+        world = self._parts.world
+        alone = forecast_alone(Draft(world), task, self._parts.policy, now, [NodeName(self.rules.node)])
+        if alone is None or alone.basis is Basis.GUESS:
+            return None
+        return expected_ready_at(world, task, (alone,), now)
 
     async def _failed(self, task: Task) -> Problem:
         record = await self._parts.store.record(task.id)
@@ -465,12 +497,19 @@ class Residency:
 
     def _base_asked(self) -> Asked:
         rules = self.rules
-        return _asked(max(1, len(rules.devices)), rules.base_mb, self._where(rules.devices))
+        return _asked(max(1, self._gpus_seen), rules.base_mb, self._where(rules.devices))
+
+    @property
+    def _gpus_seen(self) -> int:
+        """The number of GPUs on which the server has its base cost; 0 while its node has not joined, unless
+        the settings name the GPUs."""
+        return len(self.rules.devices) or len(gpus_of(self._parts.world, self.rules))
 
     async def hold_base(self) -> None:
         """Have the server's base cost counted as the settings say. Raises Problem, StoreUnavailable."""
         rules, task = self.rules, self.of("")
-        if task is not None and not rules.base_mb:
+        if task is not None and (not rules.base_mb or task.demand.gpus < self._gpus_seen):
+            # When the node was not there yet, its GPUs could not be counted; the next check holds them all.
             await self.ask_leader(task, "cancel", by="settings")
         elif task is None and rules.base_mb:
             terms = Model(rules.name, "", rules.wanted_seconds, 0, sized=True, address=self.host.address)
@@ -494,8 +533,18 @@ class Residency:
         self, name: str, asked: Asked, terms: Model, now: Instant, *, held: bool = False
     ) -> Task:
         """Submit a holder. Returns the new task, or the task that another gateway has submitted for the
-        model. `held` is True if the memory is in use already, so that it is not checked whether it fits.
-        Raises Problem for a model that could never be loaded at this server."""
+        model. Raises Problem for a model that could never be loaded at this server."""
+        new, store = self._new(name, asked, terms, now, held=held), self._parts.store
+        outcome = await store.submit(new)
+        record = None if outcome.task == new.task.id else await store.record(outcome.task)
+        return new.task if record is None else record.task
+
+    def _new(
+        self, name: str, asked: Asked, terms: Model, now: Instant, *, held: bool = False
+    ) -> AdmittedTask:
+        """Return a holder that is not submitted yet. `held` is True if the memory is in use already, so that
+        it is not checked whether it fits. Raises Problem for a model that could never be loaded at this
+        server."""
         parts, rules = self._parts, self.rules
         submission = Submission(
             tenant=rules.tenant,
@@ -508,13 +557,10 @@ class Residency:
             held=held,
             holder=terms,
         )
-        facts = Facts(parts.ids.task(now), now, parts.fleet, sender=None)
-        new = admit(submission, facts, parts.admission)
+        new = admit(submission, Facts(parts.ids.task(now), now, parts.fleet, sender=None), parts.admission)
         if isinstance(new, Refused):
             raise problem_of(new)
-        outcome = await parts.store.submit(new)
-        record = None if outcome.task == new.task.id else await parts.store.record(outcome.task)
-        return new.task if record is None else record.task
+        return new
 
     async def demand_of(self, model: str, *, is_there: bool = False) -> tuple[Asked, Described, bool]:
         """Return the demand of a load of the model, the description of the model, and True if its size is

@@ -214,23 +214,28 @@ class Fleet:
         self._residencies = residencies
         self._turns = 0
         if residencies is not None and self._only is None:
-            residencies.is_up = self.is_up
+            residencies.answers = self.answers
 
-    def is_up(self, name: str) -> bool:
-        return any(server.is_up for server in self.servers if server.name == name)
+    def answers(self, name: str, over_grpc: bool) -> bool:
+        """Return True if the server of this name answers over gRPC, or else over HTTP."""
+        return any(
+            server.name == name and not server.endpoint(over_grpc).breaker.is_open
+            for server in self._able(over_grpc)
+        )
 
     def has_choice(self, over_grpc: bool) -> bool:
         return self._only is None and len(self._able(over_grpc)) > 1
 
-    def is_outside_ledger(self, model: str) -> bool:
-        """Return True if a server whose models are not in the ledger has the model ready."""
+    def is_outside_ledger(self, model: str, *, over_grpc: bool) -> bool:
+        """Return True if a server whose models are not in the ledger has the model ready, and answers over
+        gRPC, or else over HTTP."""
         if self._only is not None:
             return False
         key = model.encode()
         return any(
-            server.is_up and server.contents is not None and key in server.contents.ready
-            for server in self.servers
-            if not server.is_managed
+            server.contents is not None and key in server.contents.ready
+            for server in self._able(over_grpc)
+            if not server.is_managed and not server.endpoint(over_grpc).breaker.is_open
         )
 
     def pick(

@@ -172,7 +172,8 @@ class TaskFilter(Struct, frozen=True):
     kind: str | None = None
     """One of entrypoint, command, function, inference, external and model; None for all kinds but model."""
     quarantined: bool | None = None
-    """Of the ended tasks, True selects those whose memory still counts as used, and False the others."""
+    """Selects ended tasks whose memory still counts as used (True), or no longer does (False). Unfinished
+    tasks are selected beside them only if `states` names states of unfinished tasks."""
     sort: TaskSort = TaskSort.SUBMITTED
     descending: bool = True
     after: SortKey = ()
@@ -363,9 +364,10 @@ class BlobStore(Protocol):
         """Add the next part of a new object, and return the number of bytes that are stored by now. A part at
         byte 0 begins the object anew."""
 
-    async def finish(self, upload: str, digest: str) -> None:
+    async def finish(self, upload: str, digest: str, *, was_computed: bool = False) -> None:
         """Make an object of the parts of an upload. Raises BlobMissing, or BlobCorrupt if the bytes have
-        another digest."""
+        another digest. With `was_computed` the caller has computed the digest from the parts that it has
+        added, and they are not read again."""
 
     async def discard(self, upload: str) -> None: ...
 

@@ -3,7 +3,7 @@ environment and flags.
 
 Order, later wins: defaults, the file given by `--config` (or GPUBROKER_CONFIG), `<file>.local` beside it,
 environment (`GPUBROKER_PORT`, `GPUBROKER_RAY__SPARES`; a few have short names, such as
-`GPUBROKER_TARGET_UTIL_MIN`), flags.
+`GPUBROKER_TARGET_UTIL_MIN`), flags, `--set NAME=VALUE`.
 """
 
 import os
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 import yaml
 from gpubroker.user_places import state_directory
@@ -27,6 +27,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from gpubroker_server.core.admission.claims import OidcIssuer
 from gpubroker_server.core.admission.defaults import Defaults, NamedDefaults, Profile
 from gpubroker_server.core.domain.device import SHIPPED_KINDS
 from gpubroker_server.core.domain.limits import ServiceLimits
@@ -145,6 +146,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     log_format: Literal["console", "json"] = "console"
     access_log: bool = False
+    oidc: tuple[OidcIssuer, ...] = ()
+    extensions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     ray: RaySettings = RaySettings()
     fleet: FleetSettings = field(default_factory=FleetSettings)
     policy: PolicySettings = field(default_factory=PolicySettings)
@@ -242,13 +245,20 @@ def settings_model() -> type[BaseModel]:
     return model_of(Settings, _Sources)
 
 
-def load_settings(config: Path | None = None, **flags: Any) -> Settings:
-    """Read all sources. Flags that are None count as not given. Raises SettingsRefused."""
-    given = {name: value for name, value in flags.items() if value is not None}
-    named = config or (Path(path) if (path := os.environ.get("GPUBROKER_CONFIG")) else None)
-    files = _read_files(named)
+class GivenSetting(NamedTuple):
+    path: tuple[str, ...]
+    value: Any
+    origin: str
+    """The flag, variable or file that has the value."""
+
+
+def load_settings(config: Path | None = None, *, sets: Sequence[str] = (), **flags: Any) -> Settings:
+    """Read all sources. Flags that are None count as not given, and `sets` has the texts of `--set`. Raises
+    SettingsRefused."""
+    sources = _read_sources(config, sets, flags)
+    given = _merge(sources.flags, sources.sets)
     merged: dict[str, Any] = {}
-    for tree in files.values():
+    for tree in sources.files.values():
         merged = _merge(merged, tree)
     wrong = list(_misspelled_variables())
     if config is not None and "data_dir" not in given:
@@ -256,13 +266,92 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     try:
         settings: Settings = value_of(Settings, settings_model()(_files=merged, **given))
     except ValidationError as refused:
-        wrong += [_fault_text(fault, _origin(fault["loc"], given, files)) for fault in refused.errors()]
+        wrong += [_fault_text(fault, _origin(fault["loc"], sources)) for fault in refused.errors()]
     except ValueError as contradiction:
         wrong.append(str(contradiction))
     if wrong:
         lines = "".join(f"\n  {line}" for line in wrong)
         raise SettingsRefused(f"wrong settings:{lines}\nevery setting is in config.example.yaml")
     return settings
+
+
+def given_settings(
+    config: Path | None = None, *, sets: Sequence[str] = (), **flags: Any
+) -> Iterator[GivenSetting]:
+    """Yield the settings that some source has, each with the value and the source that hold; entries of lists
+    and maps belong to their setting. The arguments are those of `load_settings`, which must accept them.
+    Raises SettingsRefused."""
+    sources = _read_sources(config, sets, flags)
+    values: dict[tuple[str, ...], Any] = {}
+    trees = [*sources.files.values(), _short_variables(), _variables(), sources.flags, sources.sets]
+    for tree in trees:
+        values |= _settings_in(tree, settings_model())
+    for path, value in values.items():
+        yield GivenSetting(path, value, _origin(path, sources))
+
+
+def _settings_in(
+    tree: Mapping[str, Any], section: type[BaseModel], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in tree.items():
+        info = section.model_fields.get(name)
+        inner = None if info is None else _own_section(info.annotation)
+        if inner is not None and isinstance(value, Mapping):
+            yield from _settings_in(value, inner, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def _own_section(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that a field holds; None for a field with a value, a list or a map."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+class _Given(NamedTuple):
+    """The sources apart from the environment, each as it was written."""
+
+    files: Mapping[str, dict[str, Any]]
+    """Maps paths to contents. A later file wins."""
+    flags: dict[str, Any]
+    sets: dict[str, Any]
+
+
+def _read_sources(config: Path | None, sets: Sequence[str], flags: Mapping[str, Any]) -> _Given:
+    named = config or (Path(path) if (path := os.environ.get("GPUBROKER_CONFIG")) else None)
+    given = {name: value for name, value in flags.items() if value is not None}
+    return _Given(_read_files(named), given, _tree_of(sets))
+
+
+def _tree_of(sets: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of texts such as `limits.body_bytes=16MiB`, whose values are YAML. Raises
+    SettingsRefused."""
+    tree: dict[str, Any] = {}
+    for text in sets:
+        name, mark, value = text.partition("=")
+        *sections, last = name.split(".")
+        if not mark or not all((*sections, last)):
+            raise SettingsRefused(f"--set {text!r}: write NAME=VALUE, such as limits.body_bytes=16MiB")
+        try:
+            part: Any = {last: yaml.safe_load(value)}
+        except yaml.YAMLError:
+            raise SettingsRefused(f"--set {text!r}: the value is not YAML; put it in quotes") from None
+        for section in reversed(sections):
+            part = {section: part}
+        tree = _merge(tree, part)
+    return tree
+
+
+def _variables() -> dict[str, Any]:
+    """Return the settings that variables of the environment set, as texts."""
+    tree: dict[str, Any] = {}
+    for variable, text in os.environ.items():
+        path = variable.removeprefix(_PREFIX).lower().split("__")
+        if variable.startswith(_PREFIX) and path[0] in Settings.__struct_fields__:
+            part: Any = yaml.safe_load(text) if text.startswith("{") else text
+            for name in reversed(path):
+                part = {name: part}
+            tree = _merge(tree, part)
+    return tree
 
 
 def _fault_text(fault: ErrorDetails, origin: str) -> str:
@@ -323,11 +412,13 @@ def _remedy(name: str, section: type[BaseModel]) -> str:
     return f"; {meant_field(name, list(section.model_fields), inner)}"
 
 
-def _origin(path: Sequence[int | str], flags: Mapping[str, Any], files: dict[str, Any]) -> str:
+def _origin(path: Sequence[int | str], sources: _Given) -> str:
     """Return the flag, variable or file that has the value; empty if none has."""
     if not path:
         return ""
-    if path[0] in flags:
+    if _has_value(sources.sets, path):
+        return f"--set {'.'.join(map(str, path))}"
+    if _has_value(sources.flags, path):
         return f"--{path[0]}".replace("_", "-")
     short = [name for name, setting in SHORT_VARIABLES.items() if setting == path]
     if variables := [variable for name in short if (variable := _PREFIX + name.upper()) in os.environ]:
@@ -336,7 +427,12 @@ def _origin(path: Sequence[int | str], flags: Mapping[str, Any], files: dict[str
         variable = _PREFIX + "__".join(str(part) for part in path[:length]).upper()
         if variable in os.environ:
             return variable
-    return next((file for file, tree in reversed(files.items()) if _has_value(tree, path[:2])), "")
+    # The path of a fault may end in names that only pydantic knows, such as a type of a union.
+    for known in (path, path[:2]):
+        for file in reversed(list(sources.files)):
+            if _has_value(sources.files[file], known):
+                return file
+    return ""
 
 
 def _has_value(tree: Any, path: Sequence[int | str]) -> bool:

@@ -4,7 +4,6 @@ import logging
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from contextvars import ContextVar
 from typing import IO, Any, Final, Literal
 
@@ -49,6 +48,8 @@ LOG_FIELDS: Mapping[str, str] = {
     "model": "name of a model, as its server knows it",
     "template": "name of an idle template",
     "runner": "name of a process that runs tasks, as Ray knows it",
+    "extension": "name of an extension, as configured",
+    "issuer": "address of an issuer of JWTs, as configured",
     "job": "what a node agent is doing",
     "fault": "what went wrong, as text",
 }
@@ -101,12 +102,12 @@ class ConsoleLines:
     def __call__(self, logger: Any, level: str, fields: EventDict) -> str:
         if not _SLOW.isdisjoint(fields):
             return str(self._plain(logger, level, fields))
-        texts = [f"{fields.pop('timestamp')} [{fields.pop('level'):<9}] {fields.pop('event'):<30}"]
+        line = f"{fields.pop('timestamp')} [{fields.pop('level'):<9}] {fields.pop('event'):<30}"
         for name in sorted(fields):
             value = fields[name]
-            is_plain = isinstance(value, str) and not _is_quoted(value)
-            texts.append(name + "=" + (value if is_plain else repr(value)))
-        return " ".join(texts).rstrip(" ")
+            is_plain = type(value) is str and not _is_quoted(value)
+            line += f" {name}={value}" if is_plain else f" {name}={value!r}"
+        return line.rstrip(" ")
 
 
 class JsonLines:
@@ -152,12 +153,13 @@ class _Lines:
         self._flush = stream.flush
 
     def msg(self, line: str) -> None:
-        with suppress(OSError, ValueError):  # a full disk; a closed stream
-            try:
-                self._write(line + "\n")
-            except UnicodeEncodeError:
-                self._write(line.encode("ascii", "backslashreplace").decode() + "\n")
+        try:
+            self._write(line + "\n")
             self._flush()
+        except UnicodeEncodeError:
+            self.msg(line.encode("ascii", "backslashreplace").decode())
+        except (OSError, ValueError):
+            return  # a full disk; a closed stream
 
     debug = info = warning = error = critical = exception = msg
 

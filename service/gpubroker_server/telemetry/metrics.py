@@ -349,10 +349,26 @@ _SERVICE: Final = (
         lambda log: log.grown_bytes,
     ),
     MetricRow(
+        "gpubroker_event_streams",
+        "Event streams that are open at this gateway.",
+        (),
+        lambda scrape: [((), float(scrape.sources.event_streams()))],
+    ),
+    MetricRow(
         "gpubroker_disk_full",
         "1 if a disk that this process writes to is full, else 0.",
         (),
         lambda scrape: [((), bool(scrape.sources.disk_full()))],
+    ),
+    a_counter(
+        "gpubroker_extension_events",
+        "Events that extensions of this process got, by what became of them.",
+        ("extension", "outcome"),
+        lambda scrape: [
+            ((row.name, outcome), float(count))
+            for row in scrape.sources.extensions()
+            for outcome, count in zip(row._fields[1:], row[1:], strict=True)
+        ],
     ),
     MetricRow(
         "gpubroker_leader_known",

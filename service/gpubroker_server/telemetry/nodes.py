@@ -132,6 +132,11 @@ METRICS: Final = (
         lambda sample: _bytes(sample.store and sample.store.total_mb),
     ),
     _of_node(
+        "gpubroker_node_object_store_used_bytes",
+        "What objects take of Ray's object store on the node.",
+        lambda sample: _bytes(sample.store_used_mb),
+    ),
+    _of_node(
         "gpubroker_node_object_store_spilled_bytes",
         "What Ray keeps on disk for lack of room there.",
         lambda sample: _bytes(sample.store and sample.store.spilled_mb),

@@ -45,6 +45,15 @@ class ServerRow(NamedTuple):
     passed_on: int
 
 
+class ExtensionRow(NamedTuple):
+    """The events of one extension of this process, by what became of them."""
+
+    name: str
+    delivered: int
+    failed: int
+    dropped: int
+
+
 class Sources(Struct, frozen=True):
     """The sources that a scrape reads."""
 
@@ -57,6 +66,9 @@ class Sources(Struct, frozen=True):
     fragmentation: Callable[[], tuple[Fragmentation, Scattered | None]]
     disk_full: Callable[[], str]
     database_log: Callable[[], LogGrowth | None]
+    event_streams: Callable[[], int]
+    """Returns the number of open event streams."""
+    extensions: Callable[[], Sequence[ExtensionRow]] = tuple
 
 
 class Scrape:

@@ -36,6 +36,7 @@ from tests.builders import (
     holding,
     key,
 )
+from tests.core.served import loaded
 
 LATER = Instant(NOW + 1_000.0)
 """By then what has not moved since NOW has been so for long enough."""
@@ -67,6 +68,22 @@ def test_a_healthy_fleet_has_no_findings() -> None:
     node_shows(world, disks=(DiskSample("/", 100, 50),), store=StoreSample(10, 0))
     agents = {"n1": {"python": "3.12.1", "ray": "2.50.0", "outdated": False, "clock_ahead_seconds": 1}}
     assert findings(world, executor={**WELL.executor, "agents": agents}, fleet=idle()) == []
+
+
+def test_server_without_a_place_for_its_models_is_found() -> None:
+    [found] = findings(a_world(), servers_misplaced={"a": "its node n7 has not joined"})
+    assert kinds([found]) == [("model-server-misplaced", "a")]
+    assert found.cause == "Model server a can load nothing: its node n7 has not joined."
+
+
+@pytest.mark.parametrize(("utilization", "found"), [(0.0, []), (0.05, [("cpu-bottleneck", "n1")])])
+def test_busy_cpus_slow_down_no_model_that_is_asked_nothing(
+    utilization: float, found: list[tuple[str, str]]
+) -> None:
+    world = loaded()
+    world.measure([a_sample("gpu0", LATER, utilization=utilization)])
+    node_shows(world, cpu=0.99)
+    assert [one for one in kinds(findings(world)) if one[0] == "cpu-bottleneck"] == found
 
 
 def test_a_gpu_whose_holder_computes_nothing_waits_for_work() -> None:

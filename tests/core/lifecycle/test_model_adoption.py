@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.holders import Model
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState, Proof
 from gpubroker_server.core.domain.model_orders import ModelState
 from gpubroker_server.core.domain.task import Task, TaskState, model_of
-from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.core.domain.units import Mib, TaskId
 from gpubroker_server.core.lifecycle.model_lifecycle import due
 from gpubroker_server.core.world.world import World
 from msgspec.structs import replace
@@ -192,3 +192,53 @@ def test_memory_left_by_a_failed_load_passes_to_the_next_holder() -> None:
     index(world, READY, 40.0)
     assert the(world).state is TaskState.RUNNING
     assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]
+
+
+def an_ensemble(**fields: Any) -> Task:
+    return a_model("pipe", terms={"steps": ("first", "second")}, gpu_mb=20 * GIB, **fields)
+
+
+def a_step(**terms: Any) -> Task:
+    return a_model("first", gpu_mb=10 * GIB, terms=terms)
+
+
+def with_both_loaded(step: Task, ensemble: Task) -> World:
+    """The step was loaded alone, and the ensemble after it."""
+    world = loaded(step)
+    submit(world, ensemble)
+    plan(world, 2.0)
+    index(world, {"first": ModelState.READY, "second": ModelState.READY, "pipe": ModelState.READY}, 3.0)
+    assert the(world, "pipe").state is TaskState.RUNNING
+    return world
+
+
+def test_step_loaded_before_its_ensemble_counts_only_once() -> None:
+    world = with_both_loaded(a_step(), an_ensemble())
+    [ledger] = world.ledgers.values()
+    assert ledger.leased_mb() == 30 * GIB
+    stages = {"first": ModelState.READY, "second": ModelState.READY, "pipe": ModelState.READY}
+    [covered] = index(world, stages, 4.0)
+    assert [lease.proof for lease in covered.leases] == [Proof.HELD_ANEW]
+    assert (TaskId("first") in world.tasks, ledger.leased_mb()) == (False, 20 * GIB)
+    assert covered.orders == (), "it stays in memory"
+    check_ledger(world)
+    assert index(world, stages, 5.0) == []
+
+
+def test_pinned_step_keeps_its_memory_beside_its_ensemble() -> None:
+    world = with_both_loaded(a_step(pinned=True), an_ensemble())
+    assert index(world, {"first": ModelState.READY, "pipe": ModelState.READY}, 4.0) == []
+    assert the(world, "first").state is TaskState.RUNNING
+
+
+def test_step_on_another_gpu_than_an_ensemble_is_not_covered_by_it() -> None:
+    elsewhere = an_ensemble(where=PlacementConstraints(devices=("gpu1",)))
+    world = a_world(a_device("gpu0"), a_device("gpu1"))
+    submit(world, a_step(), elsewhere)
+    plan(world)
+    stages = {"first": ModelState.READY, "pipe": ModelState.READY}
+    index(world, stages)
+    devices = {lease.device for name in ("first", "pipe") for lease in world.leases_of(the(world, name))}
+    assert len(devices) == 2
+    index(world, stages, 4.0)
+    assert the(world, "first").state is TaskState.RUNNING

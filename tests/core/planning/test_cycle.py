@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.orders import StartOrder, StopOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId
-from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.cycle import has_nothing_to_plan, plan_cycle
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 
@@ -33,7 +33,9 @@ POLICY = Policy()
 
 def cycle(world: World, *, now: float = NOW, policy: Policy = POLICY) -> list[Decision]:
     """Plan one whole cycle and make it true."""
+    is_idle = has_nothing_to_plan(world)
     decisions = list(plan_cycle(world, policy, Instant(now), budget=10_000).decisions)
+    assert not (is_idle and decisions)
     commit(world, decisions, now)
     check_ledger(world)
     return decisions
@@ -49,6 +51,16 @@ def stopped(decisions: list[Decision]) -> list[str]:
 
 def ends(decisions: list[Decision]) -> list[tuple[str, PledgeEnd]]:
     return [(w.pledge.preemptor, w.end) for d in decisions for w in d.pledges if w.end is not None]
+
+
+def test_there_is_something_to_plan_only_while_something_waits() -> None:
+    assert has_nothing_to_plan(a_world())
+    world = a_world(a_task("first", gpu_mb=30 * GIB))
+    assert not has_nothing_to_plan(world)
+    cycle(world)
+    assert has_nothing_to_plan(world)
+    submit(world, a_task("later", not_before=Instant(NOW + 60)))
+    assert not has_nothing_to_plan(world)
 
 
 def test_admission_is_a_new_claim_with_its_leases_and_the_order_to_start() -> None:

@@ -2,9 +2,6 @@
 buffers other answers."""
 
 import ssl
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,17 +9,10 @@ import httpx
 import pytest
 
 from tests.authority import Authority
-from tests.deploy.proxies import caddy, nginx
+from tests.deploy.proxies import PROXIES, Proxy
 from tests.e2e.service_process import ServiceProcess
 from tests.patience import PATIENCE_SECONDS
 from tests.triton.server import free_ports
-
-Proxy = Callable[[Path, Mapping[str, int], Path, Path], AbstractContextManager[str]]
-PROXIES: Mapping[str, Proxy] = {
-    "nginx": nginx,
-    "nginx that buffers": partial(nginx, buffers=True),
-    "caddy": caddy,
-}
 
 
 @pytest.mark.parametrize("proxy", PROXIES.values(), ids=PROXIES)

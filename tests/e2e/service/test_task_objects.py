@@ -47,6 +47,21 @@ def test_arguments_and_items_of_an_array_are_objects(broker: Broker) -> None:
     until(lambda: not list(broker.list(state=OPEN)), "the workers end")
 
 
+def test_node_shows_how_much_of_its_object_store_is_used(broker: Broker) -> None:
+    named = broker.put(np.ones(4_000_000))
+    assert broker.result(broker.submit(lambda array: array.size, named, cpu=0.1)) == 4_000_000
+
+    def used_mb() -> int:
+        [node] = broker.nodes().items
+        store = node.measured.object_store if node.measured else None
+        return (store.used_mb or 0) if store else 0
+
+    until(lambda: used_mb() >= 30, "the object that the node keeps counts as used")
+    headers = {"Authorization": f"Bearer {broker.connection.token}"}
+    metrics = httpx.get(f"{broker.connection.url}/metrics", headers=headers).text
+    assert "gpubroker_node_object_store_used_bytes{" in metrics
+
+
 def doubled(array: Any, *, more: bytes) -> tuple[float, str, int]:
     array *= 2  # its own
     return float(array.sum()), type(more).__name__, len(more)
@@ -59,6 +74,18 @@ def test_arguments_larger_than_a_request_arrive_as_they_are(broker: Broker) -> N
     assert broker.result(broker.submit("tests.e2e.work:size_of", list(range(2_000_000)))) == 2_000_000
     items = [np.full(1_500_000, number) for number in range(3)]
     assert list(broker.map(lambda item: float(item[0]), items, cpu=0.1)) == [0.0, 1.0, 2.0]
+
+
+def test_function_that_refers_to_more_than_a_request_runs_with_it(broker: Broker) -> None:
+    table = np.ones(1_200_000)
+
+    def total(first: float, *, more: float = 0.0) -> float:
+        table[0] += 1.0  # its own copy, which it may change
+        return float(table.sum()) + first + more
+
+    task = broker.submit(total, 7, kwargs={"more": 0.5}, cpu=1)
+    assert broker.result(task) == 1_200_008.5
+    assert list(broker.map(total, [1.0, 2.0], cpu=0.1, max_parallel=2)) == [1_200_002.0, 1_200_003.0]
 
 
 def test_arguments_of_calls_larger_than_a_request_arrive_as_they_are(broker: Broker) -> None:

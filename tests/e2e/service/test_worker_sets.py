@@ -244,7 +244,7 @@ def test_a_preempted_worker_ends_its_calls_first_and_comes_back(broker: Broker, 
     [again] = [one for one in workers if one.attempt == 2]
     kinds = [
         event.kind
-        for event in broker.events(again)
+        for event in broker.events(again.id)
         if event.key == again.id and event.kind.startswith("worker.")
     ]
     assert kinds == ["worker.joined", "worker.left", "worker.joined"]

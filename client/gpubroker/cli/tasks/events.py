@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Group
 from rich.text import Text
 
+from gpubroker.cli import parsing
 from gpubroker.cli.lookup import connect, task_id
 from gpubroker.cli.printing import Format, Output, emit, emit_all, print_drawn
 from gpubroker.cli.tables import duration, short_id, size, timestamp
@@ -17,8 +18,8 @@ from gpubroker.errors import Refused
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
+    from gpubroker.tasks.event_reading import EventOptions
     from gpubroker.tasks.task import Task
-    from gpubroker.tasks.task_api import EventStart
     from gpubroker.wire.events import Event
 
 _KIND_CELLS = 16
@@ -41,18 +42,37 @@ def events(
     task: Annotated[
         str | None, typer.Argument(metavar="TASK", help="Only events of this task, array or set.")
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events as they happen.")] = False,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", "-f", help="Print new events as they happen; of a task until it has ended."),
+    ] = False,
     after: Annotated[int | None, typer.Option(help="Start after this position of the log.")] = None,
     last: Annotated[
         int | None,
         typer.Option(
             "--last",
             "-n",
-            min=1,
+            min=0,
             max=500,
             help="Number of the newest events to start with, without --after. Default: 50; all of a task.",
         ),
     ] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kind", "-k", help="Only events of this kind: task.failed, or task.* for a subject; repeatable."
+        ),
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--label",
+            "-l",
+            metavar="NAME=VALUE",
+            help="Only events of tasks with this label; repeatable.",
+        ),
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only events of this tenant; for admins.")] = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Print the event log: changes of tasks, leases, pledges, devices and nodes, in order. Checkpoints of a
@@ -63,20 +83,26 @@ def events(
     with connect() as broker:
         wanted = None if task is None else task_id(broker, task)
         last = 50 if last is None and wanted is None else last
-        start: EventStart = {"last": last} if after is None and last else {"after": after or 0}
-        if output is Format.JSON and not follow:
-            listed = list(broker.events(wanted, **start))
-            emit_all(output, listed, lambda events: Group(*map(_event_line, events)))
+        options: EventOptions = {"after": after or 0} if after is not None or last is None else {"last": last}
+        given = {"kind": kind, "labels": parsing.pairs(label or [], "--label"), "tenant": tenant}
+        options |= cast("EventOptions", {name: value for name, value in given.items() if value})
+        _print(broker, wanted, options, follow, output)
+
+
+def _print(broker: Broker, wanted: str | None, options: EventOptions, follow: bool, output: Format) -> None:
+    if output is Format.JSON and not follow:
+        listed = list(broker.events(wanted, **options))
+        emit_all(output, listed, lambda events: Group(*map(_event_line, events)))
+        return
+    try:
+        if output is Format.TABLE:
+            for line in _lines_of(broker.events(wanted, follow=follow, **options)):
+                print_drawn(line)
             return
-        try:
-            if output is Format.TABLE:
-                for line in _lines_of(broker.events(wanted, **start, follow=follow)):
-                    print_drawn(line)
-                return
-            for event in broker.events(wanted, **start, follow=follow):
-                emit(Format.NDJSON, event, _event_line)
-        except KeyboardInterrupt:
-            return
+        for event in broker.events(wanted, follow=follow, **options):
+            emit(Format.NDJSON, event, _event_line)
+    except KeyboardInterrupt:
+        return
 
 
 def _lines_of(events: Iterable[Event]) -> Iterator[Text]:

@@ -29,6 +29,7 @@ from gpubroker.cli.tables import (
     with_short_ids,
 )
 from gpubroker.cli.tasks.events import past_of
+from gpubroker.cli.watching import Changes
 from gpubroker.tasks.naming import UNFINISHED
 
 if TYPE_CHECKING:
@@ -156,7 +157,8 @@ def _list(
         return task_table(found, if_none, has_tenants=filters.get("tenant") == "*")
 
     if watching:
-        watch(output, listed, drawn)
+        changes = Changes(broker, ("task.*", "queue.*"), tenant=filters.get("tenant"))
+        watch(output, listed, drawn, changes.wait)
     else:
         emit_all(output, listed(), drawn)
 

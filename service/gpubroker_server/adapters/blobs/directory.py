@@ -76,10 +76,10 @@ class DirectoryBlobs:
         with self._reachable("written"):
             return await asyncio.to_thread(self._append_now, self._upload(upload), first_byte, data)
 
-    async def finish(self, upload: str, digest: str) -> None:
+    async def finish(self, upload: str, digest: str, *, was_computed: bool = False) -> None:
         with self._reachable("written"):
             try:
-                await asyncio.to_thread(self._finish_now, self._upload(upload), digest)
+                await asyncio.to_thread(self._finish_now, self._upload(upload), digest, was_computed)
             except FileNotFoundError:
                 raise BlobMissing(f"no upload has the name {upload}") from None
 
@@ -234,9 +234,9 @@ class DirectoryBlobs:
                 return end_byte + len(data)
             return end_byte
 
-    def _finish_now(self, upload: Path, digest: str) -> None:
+    def _finish_now(self, upload: Path, digest: str, was_computed: bool) -> None:
         with upload.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            found = digest if was_computed else hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
         if found != digest:
             upload.unlink()

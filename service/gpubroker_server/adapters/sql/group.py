@@ -1,7 +1,7 @@
 """Units of work, and the group commit, which writes many units in one transaction."""
 
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -311,13 +311,15 @@ def _usage_rows(taken: Mapping[str, int], used: Found, at: Instant, half_life_se
 
 def _rows_by_statement(units: Sequence[Unit]) -> Mapping[SetStatement, Rows]:
     rows: dict[SetStatement, Rows] = defaultdict(Rows)
-    memory: Counter[str] = Counter()
-    finished: Counter[tuple[str, TaskState]] = Counter()
+    memory: dict[str, int] = defaultdict(int)
+    finished: dict[tuple[str, TaskState], int] = defaultdict(int)
     lessons: dict[SketchKey, Observation] = {}
     for unit in units:
         unit.put_rows(rows)
-        memory.update(unit.memory)
-        finished.update(unit.finished)
+        for device, mb in unit.memory.items():
+            memory[device] += mb
+        for ended in unit.finished:
+            finished[ended] += 1
         # The sketch of a later lesson includes the earlier ones of its topic, so the last one is written.
         lessons.update((lesson.topic, lesson) for lesson in unit.lessons)
     if memory:

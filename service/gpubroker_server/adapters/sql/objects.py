@@ -92,7 +92,15 @@ class SqlObjects(SqlPart):
         await self._write_alone(lambda session: session.write(_extend, [(tenant, digest, until)]))
 
     async def drop_object(self, tenant: str, digest: str) -> bool:
-        return await self._write_alone(lambda session: bool(session.fetch(_drop, [(tenant, digest)])))
+        is_dropped = False
+
+        def act(session: Session) -> bool:
+            # The act is repeated if the answer to its commit was lost, and then finds no object.
+            nonlocal is_dropped
+            is_dropped = bool(session.fetch(_drop, [(tenant, digest)])) or is_dropped
+            return is_dropped
+
+        return await self._write_alone(act)
 
 
 def prune_objects(session: Session, now: Instant) -> bool:

@@ -5,8 +5,7 @@ The server ends a transaction that does nothing for two seconds, so a leader tha
 of the log.
 """
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from itertools import cycle
@@ -87,20 +86,20 @@ def _copy_statement(statement: SetStatement) -> str:
 
 def copied_text(rows: Rows) -> Iterator[str]:
     """Yield the text that COPY reads: a line for each row, with its values separated by tabs."""
-    yield "".join([_line(row) + "\n" for row in rows.single])
+    yield _lines(rows.single, "\n")
     for heads, tail in rows.alike:
-        end = f"\t{_line(tail)}\n" if tail else "\n"
-        yield "".join([_line(head) + end for head in heads])
+        yield _lines(heads, "".join(["\t" + _copied(value) for value in tail]) + "\n")
 
 
-_is_escaped = re.compile(r"[\\\n\t\r]").search
+def _lines(rows: Sequence[Row], end: str) -> str:
+    columns = [_column(values) for values in zip(*rows, strict=True)]
+    return "".join([line + end for line in map("\t".join, zip(*columns, strict=True))])
 
 
-def _line(row: Row) -> str:
-    # Most values are plain text: calling `_copied` for each takes a fifth of the time of a task in a batch.
-    return "\t".join(
-        [value if type(value) is str and not _is_escaped(value) else _copied(value) for value in row]
-    )
+def _column(values: Sequence[Any]) -> Iterable[str]:
+    # The values of a column have one type, and most are plain text. To ask this of each value takes a tenth
+    # of the time of a task in a batch.
+    return values if {*map(type, values)} == {str} and _is_plain("".join(values)) else map(_copied, values)
 
 
 def _copied(value: Any) -> str:
@@ -114,9 +113,16 @@ def _copied(value: Any) -> str:
     return str(value)  # The server reads numbers and booleans as Python writes them.
 
 
+_ESCAPES = (("\\", "\\\\"), ("\n", "\\n"), ("\t", "\\t"), ("\r", "\\r"))
+
+
+def _is_plain(text: str) -> bool:
+    return not any(character in text for character, _ in _ESCAPES)
+
+
 def _escaped(text: str) -> str:
-    for character, name in (("\\", "\\"), ("\n", "n"), ("\t", "t"), ("\r", "r")):
-        text = text.replace(character, "\\" + name)
+    for character, written in _ESCAPES:
+        text = text.replace(character, written)
     return text
 
 

@@ -287,7 +287,9 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
         query = query.where(_has_spec(_spec.c.kind == wanted.kind))
     if wanted.quarantined is not None:
         used = select(_lease.c.holder).where(_lease.c.holder == _task.c.id, ~_lease.c.released).exists()
-        query = query.where(or_(~_task.c.finished, used if wanted.quarantined else ~used))
+        of_ended = and_(_task.c.finished, used if wanted.quarantined else ~used)
+        names_unfinished = any(not state.is_terminal for state in wanted.states)
+        query = query.where(or_(~_task.c.finished, of_ended) if names_unfinished else of_ended)
     whose = _label.c.tenant == (wanted.tenant or _task.c.tenant)
     for key, value in wanted.labels.items():
         labelled = select(_label.c.task).where(whose, _label.c.key == key, _label.c.value == value)

@@ -51,15 +51,16 @@ def event_row(event: NewEvent) -> Row:
 def rows_of_submission(submission: AdmittedTask) -> Iterator[Written]:
     task, key = submission.task, submission.idempotency_key
     marks = (key, submission.body_hash) if key is not None else (None, None)
-    yield sql.INSERT_TASKS, (*task_head(task), *task_tail(task), *marks)
+    yield sql.INSERT_TASKS, (*task_head(submission), *task_tail(task), *marks)
     yield sql.INSERT_SPECS, (*spec_head(submission), *spec_tail(submission))
     for name, value in submission.spec.labels.items():
         yield sql.INSERT_LABELS, (task.id, task.tenant, name, value)
 
 
-def task_head(task: Task) -> Row:
-    """Return the columns that differ among tasks of a batch that differ only in their arguments."""
-    return (task.id, task.queued_bytes)
+task_head = attrgetter("task.id", "task.queued_bytes")
+"""Returns the columns of `task` that differ among submissions that differ only in their arguments."""
+spec_head = attrgetter("task.id", "spec.arguments", "spec.arguments_digest")
+"""Returns the columns of `task_spec` that differ among such submissions."""
 
 
 def task_tail(task: Task) -> Row:
@@ -86,11 +87,6 @@ def _holder_columns(task: Task) -> Row:
 
 def _text(value: Struct | None) -> str | None:
     return None if value is None else json_text(value)
-
-
-def spec_head(submission: AdmittedTask) -> Row:
-    spec = submission.spec
-    return (submission.task.id, spec.arguments, spec.arguments_digest)
 
 
 def spec_tail(submission: AdmittedTask) -> Row:
@@ -138,7 +134,7 @@ class BatchRows:
         for group in _by_likeness(batch.submissions):
             first = group[0]
             ids: list[Row] = [(submission.task.id,) for submission in group]
-            heads = [task_head(submission.task) for submission in group]
+            heads = [*map(task_head, group)]
             task = task_tail(first.task)
             # The first task of the batch alone has the idempotency key, which is unique.
             if key is not None and first is batch.submissions[0]:
@@ -146,7 +142,7 @@ class BatchRows:
                 yield sql.INSERT_TASKS, Alike(heads[1:], (*task, None, None))
             else:
                 yield sql.INSERT_TASKS, Alike(heads, (*task, None, None))
-            yield sql.INSERT_SPECS, Alike([spec_head(submission) for submission in group], spec_tail(first))
+            yield sql.INSERT_SPECS, Alike([*map(spec_head, group)], spec_tail(first))
             for label in first.spec.labels.items():
                 yield sql.INSERT_LABELS, Alike(ids, (batch.tenant, *label))
         if batch.answer:

@@ -64,6 +64,8 @@ class Rows:
         self.alike: list[Alike] = []
 
     def __len__(self) -> int:
+        if not self.alike:
+            return len(self.single)  # as everywhere but in a batch
         return len(self.single) + sum(len(block.heads) for block in self.alike)
 
     def __iter__(self) -> Iterator[Row]:

@@ -52,6 +52,9 @@ SQLite takes 32,766 values in a statement: a thousand rows of 32 columns."""
 def sqlite_chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """Yield the rows in pieces whose lengths are in `_LENGTHS`."""
     start, rows_left = 0, len(rows)
+    if rows_left in _LENGTHS:
+        yield rows
+        return
     while rows_left:
         length = next(length for length in _LENGTHS if length <= rows_left)
         yield rows[start : start + length]
@@ -234,9 +237,10 @@ class SqliteSession:
 
     def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
         before = self._connection.total_changes
-        for chunk in sqlite_chunks(rows.single if isinstance(rows, Rows) else rows):
+        single, alike = (rows.single, rows.alike) if isinstance(rows, Rows) else (rows, ())
+        for chunk in sqlite_chunks(single):
             self._execute(sqlite_text(statement, len(chunk)), list(chain.from_iterable(chunk)))
-        for heads, tail in rows.alike if isinstance(rows, Rows) else ():
+        for heads, tail in alike:
             for chunk in sqlite_chunks(heads):
                 text = _alike_text(statement, len(chunk), len(chunk[0]))
                 self._execute(text, [*tail, *chain.from_iterable(chunk)])

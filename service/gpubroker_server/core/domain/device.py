@@ -179,7 +179,8 @@ class DiskSample(NamedTuple):
 
 
 class StoreSample(NamedTuple):
-    """Ray's object store on a node. Its use is missing, because Ray does not tell it to other programs."""
+    """Ray's object store on a node, as the node's agent reports it. Its use is known to Ray's head, and is in
+    `NodeSample.store_used_mb`."""
 
     total_mb: int
     spilled_mb: int | None
@@ -225,6 +226,8 @@ class NodeSample(Struct, frozen=True):
     direction; None if the kernel tells no speed."""
     unreached: tuple[UnreachedNode, ...] = ()
     """The nodes that this node has lately tried to reach, and could not."""
+    store_used_mb: int | None = None
+    """The MiB of Ray's object store that are in use; None if Ray's head has not told."""
 
     def is_stale(self, now: Instant, period_seconds: float) -> bool:
         """Return True if the sample is older than three periods. The samples of devices have the same

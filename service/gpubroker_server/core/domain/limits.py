@@ -43,6 +43,10 @@ class ServiceLimits(Struct, frozen=True):
     """The most bytes that the waiting tasks of a tenant keep for their runs."""
     tenant_waits: Count = 1_000
     """The most requests of one tenant that wait for a task in one gateway."""
+    event_streams: Count = 1_000
+    """The most event streams that are open at one gateway."""
+    token_event_streams: Count = 100
+    """The most event streams that one token has open at one gateway."""
     tenant_requests: Annotated[int, Meta(ge=1)] = 4_096
     """The most requests to models that a tenant has under way at one gateway."""
     inline_bytes: PositiveCount = 64 * 1024

@@ -100,6 +100,12 @@ class RunSpec(Struct, frozen=True):
     """Set for a worker of a set."""
 
     @property
+    def brings_code(self) -> bool:
+        """True if the code of the run came with its task, and is not an entrypoint that the operator
+        allows."""
+        return self.kind != "entrypoint" or bool(self.upload)
+
+    @property
     def is_told_more(self) -> bool:
         """True if the task's process gets environment variables from gpubroker beside those of `env`."""
         return bool(

@@ -158,6 +158,25 @@ def server_gone(world: World, process: str) -> list[Decision]:
     return decisions
 
 
+def step_covered(world: World, step: Task, now: Instant) -> Decision | None:
+    """Return the decision that ends the holder of a loaded model of which a loaded ensemble is made: the
+    ensemble's leases cover the memory, which must count only once, and the model stays in memory as long as
+    the ensemble does. Return None for a pinned model, and if no ensemble has leases on all its devices."""
+    terms = model_of(step)
+    devices = {lease.device for lease in world.leases_of(step)}
+    is_covered = any(
+        terms.model in model_of(other).steps and devices <= {lease.device for lease in world.leases_of(other)}
+        for other in world.models.on(terms.server, terms.address, terms.process)
+        if other.state is TaskState.RUNNING
+    )
+    if terms.pinned or not is_covered:
+        return None
+    update = TaskUpdate(world, step.id, now)
+    update.release_leases(step.fence, 0, Proof.HELD_ANEW)
+    update.move(Move.SUCCEEDED, "covered", finished_at=now)
+    return update.decision()
+
+
 def base_released(world: World, task: Task, move: Move, now: Instant) -> Decision:
     """Return the decision that ends a server's base cost, which the settings no longer name. The audit log
     says so, and only a new sample makes that memory free."""

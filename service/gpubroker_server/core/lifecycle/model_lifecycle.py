@@ -27,7 +27,7 @@ from gpubroker_server.core.domain.orders import Ended, Ending, Failure
 from gpubroker_server.core.domain.policy import Policy, next_retry_at
 from gpubroker_server.core.domain.task import Move, Task, TaskState, model_of
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds
-from gpubroker_server.core.lifecycle.model_adoption import adopt, base_released
+from gpubroker_server.core.lifecycle.model_adoption import adopt, base_released, step_covered
 from gpubroker_server.core.lifecycle.stopping import requeued_fields
 from gpubroker_server.core.lifecycle.task_update import TaskUpdate
 from gpubroker_server.core.world.model_index import is_unasked
@@ -123,6 +123,10 @@ def seen(world: World, index: ServerIndex, now: Instant, policy: Policy) -> list
             adopted = None if is_adopting else adopt(world, seen_task, standing(task, now), now)
             is_adopting = is_adopting or adopted is not None
             decisions += filter(None, [adopted])
+            continue
+        is_loaded = task.state is TaskState.RUNNING and stage is ModelState.READY
+        if is_loaded and (covered := step_covered(world, task, now)) is not None:
+            decisions.append(covered)
             continue
         if stage is ModelState.ABSENT:
             for fence in _claims(world, task):

@@ -83,6 +83,13 @@ def plan_cycle(
     return part.plan()
 
 
+def has_nothing_to_plan(world: World) -> bool:
+    """Return True if no plan of this World has decisions: no task may start now or later, no pledge may end,
+    and no running gang lacks ranks. Most cycles only take reports of runs, while nothing waits."""
+    queue = world.queue
+    return not (queue.groups or queue.delayed or world.pledges or world.growable)
+
+
 class Slice:
     """A part of a cycle, planned in one turn or several, whose decisions are committed together. Between two
     turns tasks may enter the queue; nothing else in the World may change. See `plan_cycle`."""

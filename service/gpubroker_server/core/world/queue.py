@@ -315,7 +315,7 @@ class PendingQueue:
                 name = array
             case _:
                 pass
-        return max(task.priority, self._inherited.get(name, task.priority))
+        return max(task.priority, self._inherited[name]) if name in self._inherited else task.priority
 
     def group_of(self, task: TaskId) -> QueueGroup:
         """Return the group of a task that may be planned now. Raises KeyError for any other task."""
@@ -339,6 +339,8 @@ class PendingQueue:
 
     def reposition(self, changed: set[TaskId], tasks: Mapping[TaskId, Task]) -> None:
         """Move tasks with a changed inherited priority, and clear the set."""
+        if not changed:
+            return  # as for almost every task: most have no dependents
         for name in sorted(changed):
             key = self._where.get(name)
             if key is not None and key[4] != self.effective_priority_of(tasks[name]):
@@ -367,7 +369,7 @@ class PendingQueue:
             equivalence.put(group)
             self.tenants[task.tenant] += 1
         group.add((task.queued_at, task.id))
-        self._where[task.id] = key
+        self._where[task.id] = group.key  # one object for all tasks of the group
 
     def _drop(self, group: QueueGroup) -> None:
         del self.groups[group.key]

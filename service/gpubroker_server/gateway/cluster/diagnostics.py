@@ -24,6 +24,7 @@ from gpubroker_server.core.explain.possible import check_demand, check_task
 from gpubroker_server.core.planning.nodes.draft import Draft
 from gpubroker_server.core.planning.tenants.quota import Quotas
 from gpubroker_server.core.world.queue import Member
+from gpubroker_server.core.world.server_places import place_fault
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.http.identity import Scope
@@ -83,6 +84,7 @@ async def _diagnose(parts: Parts, may_see: Callable[[str], bool]) -> list[Findin
         quota_locks(world, parts.policy),
         parts.database_log.seen,
         last.at,
+        _servers_misplaced(parts),
     )
     findings = list(diagnose_fleet(world, parts.policy, facts, now))
     # The leader's dates come first, so that a finding has one age at all gateways and under the next leader.
@@ -99,6 +101,13 @@ def _servers_down(parts: Parts, now: Instant) -> Iterator[ServerWay]:
             if way.breaker.is_open:
                 since = Instant(now - way.open_seconds)
                 yield ServerWay(server.name, way.protocol, way.breaker.fault, not server.is_up, since)
+
+
+def _servers_misplaced(parts: Parts) -> dict[str, str]:
+    """Return what is wrong with the node or the GPUs of servers, once any node has joined."""
+    residencies = parts.residencies if parts.world.nodes else None
+    faults = {each.rules.name: place_fault(parts.world, each.rules) for each in residencies or ()}
+    return {server: fault for server, fault in faults.items() if fault}
 
 
 def quota_locks(world: World, policy: Policy) -> list[QuotaLock]:

@@ -272,7 +272,7 @@ def _measured(parts: Parts, sample: NodeSample) -> MeasuredNode:
         ),
         received_bytes=sample.received_bytes,
         sent_bytes=sample.sent_bytes,
-        object_store=None if store is None else ObjectStore(*store),
+        object_store=None if store is None else ObjectStore(*store, used_mb=sample.store_used_mb),
     )
 
 

@@ -102,7 +102,7 @@ async def submit_batch(
         nonlocal text, made
         async with parts.batches.slot():
             batch = BatchTasks(parts.submissions, call.identity)
-            judged = await batch.make(body.tasks, has_dependencies=b"after" in await call.body())
+            judged = await batch.make(body.tasks, await call.body())
             if body.all_or_nothing:
                 _check_all(judged)
             text = encode(_submitted(call, judged))
@@ -176,10 +176,15 @@ class BatchTasks:
         """The surroundings of the last task's run, and the first task that has them."""
         self._stands: dict[TaskId, StoredState] = {}
         self._unborn = StoredState(identity.tenant, TaskState.PENDING)
+        self._may_name_objects = False
+        """True if some task of the request may name an object."""
 
-    async def make(self, texts: Sequence[bytes], *, has_dependencies: bool) -> list[AdmittedTask | Problem]:
+    async def make(self, texts: Sequence[bytes], body: bytes) -> list[AdmittedTask | Problem]:
         """Return for each text the admitted task, or the Problem for which it is refused. Large arguments
-        have been moved to objects when this returns."""
+        have been moved to objects when this returns. `body` contains the texts; what it does not contain is
+        looked for in none of them."""
+        has_dependencies = b"after" in body
+        self._may_name_objects = may_name_objects(body)
         if has_dependencies:
             await self._read_stands(texts)
         made: list[AdmittedTask | Problem] = []
@@ -210,7 +215,7 @@ class BatchTasks:
     def _as_the_last(self, text: bytes, id: TaskId) -> AdmittedTask | None:
         """Return the task of a text that differs from the last one only in the arguments of its entrypoint;
         None for any other text."""
-        if self._last is None or may_name_objects(text):
+        if self._last is None or (self._may_name_objects and may_name_objects(text)):
             return None
         surroundings, first = self._last
         arguments = arguments_within(text, surroundings)

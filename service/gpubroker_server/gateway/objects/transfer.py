@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from uuid import uuid4
 
 from gpubroker_server.http.problems import Problem
-from gpubroker_server.ports.store import BlobStore
+from gpubroker_server.ports.store import BlobStore, StoreUnavailable
 
 PART_BYTES: Final = 1024 * 1024
 """The number of bytes that are written and read at once. A smaller object is written at once when it is
@@ -57,7 +57,7 @@ class Upload:
         if self._blobs is None:
             return
         if self._passed_bytes:
-            await self._blobs.finish(self._name, self._hash.hexdigest())
+            await self._blobs.finish(self._name, self._hash.hexdigest(), was_computed=True)
         else:
             await self._blobs.put(b"".join(self._gathered), owner=owner)
         self._blobs = None
@@ -71,9 +71,14 @@ class Upload:
     async def _pass_on(self) -> None:
         data = b"".join(self._gathered)
         self._gathered, self._gathered_bytes = [], 0
-        await asyncio.to_thread(self._hash.update, data)
-        if self._blobs is not None:
-            await self._blobs.append(self._name, self._passed_bytes, data)
+        hashing = asyncio.to_thread(self._hash.update, data)
+        if self._blobs is None:
+            await hashing
+        else:
+            written = self._blobs.append(self._name, self._passed_bytes, data)
+            stored_bytes, _ = await asyncio.gather(written, hashing)
+            if stored_bytes != self._passed_bytes + len(data):
+                raise StoreUnavailable("a part of the upload was deleted while it arrived; send it again")
         self._passed_bytes += len(data)
 
 

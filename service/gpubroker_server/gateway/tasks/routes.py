@@ -1,14 +1,13 @@
 """Tasks: list, read, change, cancel. Submit, wait and result are in `gateway/hot`."""
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import Query, Response
 from gpubroker.wire.answered import Page
 from gpubroker.wire.tasks import Task as Shown
 from msgspec.structs import replace
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gpubroker_server.core.admission.facts import Refused
@@ -30,7 +29,7 @@ from gpubroker_server.gateway.status.wholes import (
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority
 from gpubroker_server.gateway.submission.timing import CHANGEABLE_TIMES, ChangedTimes, changed_times
 from gpubroker_server.gateway.tasks.selection import TaskSelection
-from gpubroker_server.http.bodies import LABEL_KEY, Body, JsonBody, LabelValue, PageQuery, line
+from gpubroker_server.http.bodies import LABELS_PARAMETER, Body, JsonBody, LabelQuery, PageQuery, line
 from gpubroker_server.http.faults import invalid, problem_of, refuse
 from gpubroker_server.http.identity import Scope
 from gpubroker_server.http.problems import Fault, Problem
@@ -40,11 +39,7 @@ from gpubroker_server.ports.store import TaskRecord, TaskSort
 resource = Resource("tasks")
 
 
-class TaskQuery(TaskSelection, PageQuery):
-    model_config = ConfigDict(extra="allow")  # labels
-    open_names: ClassVar = re.compile(rf"label\.{LABEL_KEY}")
-    __pydantic_extra__: dict[str, LabelValue]
-
+class TaskQuery(TaskSelection, PageQuery, LabelQuery):
     order: Annotated[
         Literal["newest", "turn"],
         Field(
@@ -61,11 +56,6 @@ class TaskQuery(TaskSelection, PageQuery):
         ),
     ] = "-submitted"
 
-    @property
-    def labels(self) -> dict[str, str]:
-        extra: dict[str, str] = self.model_extra or {}
-        return {name.removeprefix("label."): value for name, value in extra.items()}
-
 
 @resource.route(
     "GET /tasks",
@@ -73,18 +63,7 @@ class TaskQuery(TaskSelection, PageQuery):
     Scope.TASKS_READ,
     Page[Shown],
     "cursor-invalid not-found validation-failed",
-    openapi_extra={
-        "parameters": [
-            {
-                "name": "label",
-                "in": "query",
-                "style": "form",
-                "explode": True,
-                "description": "`label.team=vision`: only tasks with this label; all given must match.",
-                "schema": {"type": "object", "patternProperties": {r"^label\.": {"type": "string"}}},
-            }
-        ]
-    },
+    openapi_extra={"parameters": [LABELS_PARAMETER]},
 )
 async def list_tasks(call: Call, parts: Parts, query: Annotated[TaskQuery, Query()]) -> Response:
     """List your tenant's tasks.

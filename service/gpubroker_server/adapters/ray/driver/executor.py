@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import structlog
+from msgspec.structs import replace
 
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.driver.agents import NodeAgents
@@ -29,7 +30,7 @@ from gpubroker_server.adapters.ray.wire import (
     prepare_order,
     run_of,
 )
-from gpubroker_server.core.domain.device import DiskOrder
+from gpubroker_server.core.domain.device import DiskOrder, NodeSample
 from gpubroker_server.core.domain.environment import Environment
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
@@ -120,6 +121,8 @@ class RayExecutor:
         self._left, self._flushed = asyncio.Event(), asyncio.Event()
         self._asks_for_room = False
         self._state, self._message = "stopped", "not started"
+        self._store_used_mb: Mapping[NodeName, int] = {}
+        """The MiB in use of each node's object store, as Ray's head has told last."""
         self._head_fault = ""
         """A message about Ray's control service while it does not answer; empty while it does."""
 
@@ -283,6 +286,8 @@ class RayExecutor:
                 self._report(NodeLost(NodeName(node), incarnation, now, RAY_SAYS_SO, confirmed=True))
             case ("nodes", names) if self._term:
                 self._report(NodesListed(frozenset(map(NodeName, names)), self._clock.now()))
+            case ("stores", used):
+                self._store_used_mb = {NodeName(node): used_mb for node, used_mb in used}
             case ("head", fault):
                 self._head_fault = fault
             case ("trouble", trouble):
@@ -296,6 +301,7 @@ class RayExecutor:
         had_agents = bool(self._agents)
         self.calls.on_driver_end(fault)
         self._head_fault = ""  # the state and its message say why
+        self._store_used_mb = {}
         if head_ended:
             for name, incarnation in self._agents.incarnations().items():
                 self._report(NodeLost(name, incarnation, self._clock.now(), fault, confirmed=True))
@@ -373,6 +379,8 @@ class RayExecutor:
         if run is not None:
             self._note_answer(run)
         self._agents.on_report(received.node, report)
+        if isinstance(report, NodeSample):
+            report = replace(report, store_used_mb=self._store_used_mb.get(report.node))
         self._report(report)
         match report:
             case NodeReport():

@@ -70,6 +70,8 @@ class NodeLink:
         tasks: asyncio.TaskGroup,
     ) -> None:
         self.ray_node = ray_node
+        self.store_bytes = 0
+        """The size of the node's object store; 0 if it has none."""
         self._config = config
         self._broker = broker
         self._lineage, self._term = lineage, term

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import ray
 import structlog
+from ray._private.state import available_resources_per_node
 
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.driver.calls import ActorCalls
@@ -27,6 +28,7 @@ from gpubroker_server.adapters.ray.driver.node_link import NodeLink
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.peers import Peer, peers_of
 from gpubroker_server.adapters.ray.wire import frame, read_frame
+from gpubroker_server.core.domain.units import MIB_BYTES
 from gpubroker_server.telemetry.logs import configure_logs
 
 log = structlog.get_logger("gpubroker.driver")
@@ -57,8 +59,12 @@ TELL_SECONDS = 5.0
 TRY_SECONDS = 30.0
 """The time between two rounds in which nodes try to connect to other nodes' ports. A node that joins tries at
 once."""
+STORES_SECONDS = 5.0
+"""The shortest time between two questions to Ray for the use of its object stores."""
 LOOK_PATIENCE_SECONDS = 3.0
 """The silence of Ray's control service after which it is reported. Agents can be reached without it."""
+_STORE = "object_store_memory"
+"""Ray's name of the resource that is the room in a node's object store, in bytes."""
 UNTAKEN_BYTES = 32 * 2**20
 """The bytes of untaken reports beyond which no agent is polled."""
 
@@ -152,6 +158,7 @@ class Driver:
             raise CannotConnect(f"cannot connect to Ray at {address}: {fault}") from fault
         await self.send("connected")
         self._tasks.create_task(self._request_resources())
+        self._tasks.create_task(self._follow_stores())
         known_names, told_at = frozenset[str](), -TELL_SECONDS
         turn, tried_at = 0, time.monotonic()
         while True:
@@ -271,6 +278,25 @@ class Driver:
         nodes: list[dict[str, Any]] = asking.result()
         return nodes
 
+    async def _follow_stores(self) -> None:
+        """Tell the service how much of each node's object store is in use, until cancelled. Ray keeps the
+        free part of a store among the node's available resources, and leaves it out if nothing is free."""
+        while True:
+            asked_at = time.monotonic()
+            try:
+                available = await asyncio.to_thread(available_resources_per_node)
+            except Exception as fault:  # Ray's control service may be away; `_nodes` reports that
+                log.debug("Ray does not tell the use of its object stores", fault=repr(fault))
+            else:
+                used = [
+                    (name, max(0, link.store_bytes - int(free.get(_STORE, 0))) // MIB_BYTES)
+                    for name, link in self._links.items()
+                    if (free := available.get(link.ray_node)) is not None
+                ]
+                await self.send("stores", used)
+            took_seconds = time.monotonic() - asked_at
+            await asyncio.sleep(max(STORES_SECONDS, took_seconds / LOOK_SHARE))
+
     async def _update_links(self, nodes: list[dict[str, Any]]) -> None:
         known = {node["NodeID"] for node in nodes}
         alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
@@ -314,7 +340,8 @@ class Driver:
         cpus = None if local else float(node["Resources"]["CPU"])
         config = AgentConfig.from_json(self._opening.agent_config).on_node(name, cpus)
         broker, term = self._opening.broker, (self._lineage, self._term)
-        self._links[name] = NodeLink(ray_node, config, broker, *term, self, self._tasks)
+        self._links[name] = link = NodeLink(ray_node, config, broker, *term, self, self._tasks)
+        link.store_bytes = int(node["Resources"].get(_STORE, 0))
 
 
 def _connect(address: str) -> None:

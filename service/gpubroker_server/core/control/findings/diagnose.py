@@ -29,6 +29,7 @@ from gpubroker_server.core.control.findings.parts import (
     ServerWay,
     full_service_disk,
     growing_database_log,
+    misplaced_servers,
     no_leader,
     unauthorized_servers,
     unreachable_database,
@@ -75,6 +76,8 @@ class FleetKnown(NamedTuple):
     database_log: LogGrowth | None = None
     led_until: Instant | None = None
     """The time at which a leader was last heard, if there is no leader now."""
+    servers_misplaced: Mapping[str, str] = {}
+    """Servers whose node or GPUs are not as the settings say -> what is wrong."""
 
 
 def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant) -> Iterator[Finding]:
@@ -90,6 +93,7 @@ def diagnose_fleet(world: World, policy: Policy, known: FleetKnown, now: Instant
         unreachable_ray(known.executor),
         unreachable_servers(known.servers_down),
         unauthorized_servers(known.servers_refusing),
+        misplaced_servers(known.servers_misplaced),
     )
     of_fleet: Iterable[Iterator[Finding]] = (
         silent_nodes(world, known.late),

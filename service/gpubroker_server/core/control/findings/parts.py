@@ -45,6 +45,14 @@ def unreachable_servers(ways: Iterable[ServerWay]) -> Iterator[Finding]:
         yield replace(finding, first_seen=way.since)
 
 
+def misplaced_servers(faults: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a finding for each server without a place for its models. `faults` has the reason for each."""
+    for server, fault in sorted(faults.items()):
+        cause = f"Model server {server} can load nothing: {fault}."
+        remedy = "correct node and devices of that server in triton.servers, and start the service again"
+        yield critical("model-server-misplaced", server, cause, remedy)
+
+
 def unauthorized_servers(ways: Iterable[ServerWay]) -> Iterator[Finding]:
     """Yield a finding for each server that refuses the service's own credentials. `ServerWay.fault` is the
     server's refusal."""

@@ -12,6 +12,7 @@ from gpubroker_server.core.domain.node_capacity import BUSY_CPU, SLOW_START_SECO
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, in_time
+from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
 FREE_SHARE = 0.1
@@ -168,7 +169,7 @@ def _of_node(world: World, node: Node, policy: Policy, now: Instant) -> Iterator
     sample, period = world.node_samples.get(node.name), policy.sample_period_seconds
     if sample is None or sample.is_stale(now, period):
         return
-    leased = [ledger for ledger in ledgers if ledger.leased_mb() and not ledger.is_stale(now, period)]
+    leased = [ledger for ledger in ledgers if _is_worked_on(ledger) and not ledger.is_stale(now, period)]
     used = [
         ledger.sample.utilization
         for ledger in leased
@@ -176,6 +177,15 @@ def _of_node(world: World, node: Node, policy: Policy, now: Instant) -> Iterator
     ]
     if used and (mean := sum(used) / len(used)) < BUSY_GPU:
         yield from _slowed_down(node.name, sample, mean)
+
+
+def _is_worked_on(ledger: DeviceLedger) -> bool:
+    """Return True if a run has a lease on the device, or a model there is computing: models that are asked
+    nothing wait for no CPU."""
+    if any(not holding.is_on_server for holding in ledger.holdings.values()):
+        return True
+    is_used = ledger.sample is not None and bool(ledger.sample.utilization)
+    return is_used and bool(ledger.holdings)
 
 
 def _slowed_down(node: NodeName, sample: NodeSample, gpu_utilization: float) -> Iterator[Finding]:

@@ -45,6 +45,9 @@ def rendered(problem: Problem, request_id: str) -> tuple[int, list[Header], byte
 
 _UNKNOWN_MODEL: Final = "Request for unknown model: "
 _DEAD: Final = "is not healthy"
+ERROR_EVENT: Final = b'data: {"error":'
+"""The beginning of an event with which `generate_stream` reports an error. An answer that has begun keeps its
+status 200."""
 
 
 def says_unknown_model(message: str) -> bool:

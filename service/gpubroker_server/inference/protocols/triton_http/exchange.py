@@ -20,6 +20,7 @@ from gpubroker_server.http.proxies import FORWARDED_FOR
 from gpubroker_server.inference.operation import FanOut
 from gpubroker_server.inference.plane import Plane, idempotent_in
 from gpubroker_server.inference.protocols.triton.errors import (
+    ERROR_EVENT,
     no_files,
     rendered,
     says_dead,
@@ -55,7 +56,7 @@ valid token."""
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 _OK: Final = 200
-_ERROR: Final = 500
+_EVENTS: Final = b"text/event-stream"
 _UNKNOWN_MODEL: Final = (404, 503)
 """Statuses with which Triton denies a model that it does not have; 503 if the request names a version."""
 
@@ -108,8 +109,9 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
     _seen_bytes = 0
     """The number of bytes of the body that have come."""
     _sends_chunks = False
-    _is_error = False
-    """True if the body of the answer may say that the model's process is gone."""
+    _error_begins: bytes | None = None
+    """The bytes with which an error in the body of the answer begins, which may say that the model's process
+    is gone; None if the body has no error."""
     _held_head: tuple[int, Sequence[Header], int | None] | None = None
     """The head of an answer that may say that the model has left. The head is held back until its body has
     come."""
@@ -271,7 +273,12 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
         self._pass_head(status, headers, body_bytes)
 
     def _pass_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:
-        self._is_error = status == _ERROR and self._was_there
+        if self._was_there and status != _OK:
+            self._error_begins = b""
+        elif self._was_there and any(
+            name.lower() == b"content-type" and value == _EVENTS for name, value in headers
+        ):
+            self._error_begins = ERROR_EVENT
         self._begin_answer(status == _OK)
         # A client of HTTP/1.0 reads no chunks: only the end of the connection ends a body without a length.
         if body_bytes is None:
@@ -289,8 +296,11 @@ class HttpExchange(ProxiedRequest, ResponseHandler):
             if len(self._held_body) > _LONGEST_MESSAGE_BYTES:
                 self._let_through()
             return
-        if self._is_error and says_dead(data[:_LONGEST_MESSAGE_BYTES].decode("utf-8", "replace")):
-            self._report_dead()
+        if self._error_begins is not None:
+            at = data.find(self._error_begins)
+            error = b"" if at < 0 else data[at : at + _LONGEST_MESSAGE_BYTES]
+            if says_dead(error.decode("utf-8", "replace")):
+                self._report_dead()
         if self._method == b"HEAD":
             return
         if self._sends_chunks:
