@@ -46,7 +46,11 @@ class BuildRules(Struct, frozen=True, kw_only=True, omit_defaults=True):
 def _are_definitions(named: Mapping[str, Environment]) -> Mapping[str, Environment]:
     for name, environment in named.items():
         if environment.kind is EnvironmentKind.NAMED or environment.name:
-            raise ValueError(f"{name} has no python, conda, requirements, project or container; give it one")
+            raise ValueError(f"{name} has no python, conda, requirements or container; give it one")
+        if environment.project:
+            raise ValueError(
+                f"{name} has a project, which is an object of one tenant; write its requirements, with versions"
+            )
         for fault in environment.faults():
             raise ValueError(f"{name}: {fault.field} {fault.message}")
     return named
