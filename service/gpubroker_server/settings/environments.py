@@ -49,7 +49,7 @@ def _are_definitions(named: Mapping[str, Environment]) -> Mapping[str, Environme
             raise ValueError(f"{name} has no python, conda, requirements or container; give it one")
         if environment.project:
             raise ValueError(
-                f"{name} has a project, which is an object of one tenant; write its requirements, with versions"
+                f"{name} has a project, which is an object of one tenant; write its requirements instead"
             )
         for fault in environment.faults():
             raise ValueError(f"{name}: {fault.field} {fault.message}")
