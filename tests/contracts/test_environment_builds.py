@@ -207,7 +207,7 @@ def test_what_is_brought_along_is_copied_once_and_readable_for_all(root: Path) -
 
 
 RUN = ContainerRun(
-    "gpubroker-t-1-0", "/work/t", "65534:65534", ("GPU-a",), ("/data",), ("RANK", "GPUBROKER_RUN")
+    "gpubroker-t-1-0", "/runs/t", "65534:65534", ("GPU-a",), ("/data",), ("RANK", "GPUBROKER_RUN")
 )
 
 
@@ -217,7 +217,7 @@ def test_podman_runs_a_command_with_directory_gpus_data_and_mark() -> None:
     assert words[-1] == "python:3.12"
     text = " ".join(words)
     for part in (
-        "--cgroups=disabled", "--user 65534:65534", "--workdir /work/t", "--volume /work/t:/work/t",
+        "--cgroups=disabled", "--user 65534:65534", "--workdir /runs/t", "--volume /runs/t:/runs/t",
         "--volume /data:/data", "--device nvidia.com/gpu=GPU-a", "--env GPUBROKER_RUN",
     ):  # fmt: skip
         assert part in text
@@ -230,7 +230,7 @@ def test_docker_and_apptainer_have_their_own_words() -> None:
     assert "--workdir" not in container_words("docker", "python:3.12", bare)
     apptainer = container_words("/usr/bin/apptainer", "python:3.12", RUN)
     assert apptainer[:3] == ("/usr/bin/apptainer", "exec", "--no-home")
-    assert apptainer[-4:] == ("--pwd", "/work/t", "--nv", "docker://python:3.12")
+    assert apptainer[-4:] == ("--pwd", "/runs/t", "--nv", "docker://python:3.12")
     assert container_words("apptainer", "/images/a.sif", bare)[-1] == "/images/a.sif"
 
 

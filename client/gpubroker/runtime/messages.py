@@ -129,9 +129,7 @@ class RunOrder:
     def to_wire(self) -> dict[str, Any]:
         """Return the fields of the order, without those of directories and environments if they are empty:
         earlier releases do not know them."""
-        left_out = fields_left_out(
-            has_directory=bool(self.upload or self.outputs), has_environment=bool(self.environment)
-        )
+        left_out = fields_left_out(self.upload or self.outputs, self.environment)
         return {name: getattr(self, name) for name in _names_of(RunOrder) if name not in left_out}
 
     @classmethod
@@ -159,11 +157,12 @@ class RunOutcome:
     fault: RunFault | None = None
 
 
-def fields_left_out(*, has_directory: bool, has_environment: bool) -> tuple[str, ...]:
-    """Return the names of the fields of a RunOrder that are not written, because they are empty."""
-    if has_environment:
-        return () if has_directory else OF_DIRECTORIES
-    return OF_ENVIRONMENTS if has_directory else (*OF_DIRECTORIES, *OF_ENVIRONMENTS)
+def fields_left_out(directory: object, environment: object) -> tuple[str, ...]:
+    """Return the names of the fields of a RunOrder that are not written, because it has no directory, no
+    environment or neither: then the value is empty."""
+    if environment:
+        return () if directory else OF_DIRECTORIES
+    return OF_ENVIRONMENTS if directory else OF_DIRECTORIES + OF_ENVIRONMENTS
 
 
 def known_fields(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -208,9 +208,7 @@ class OrderWriter:
             "result_limit_bytes": self._result_limit_bytes,
             "checkpoint_limit_bytes": self._checkpoint_limit_bytes,
         }
-        left_out = fields_left_out(
-            has_directory=bool(spec.upload or spec.outputs), has_environment=spec.environment is not None
-        )
+        left_out = fields_left_out(spec.upload or spec.outputs, spec.environment)
         return {name: given[name] for name in _RUN_ORDER if name in given and name not in left_out}
 
 

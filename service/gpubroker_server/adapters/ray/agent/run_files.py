@@ -100,6 +100,11 @@ class RunFiles:
         # Resolved, because leftover processes are found by the path of the log that they have open.
         self._directory = directory.resolve()
         self._prefix = f"{self._directory}/"
+        names = (_STEM.fullmatch(path.stem) for path in self._directory.glob("*.setup"))
+        self.with_setup_log = {
+            RunKey(unquote(name[1]), int(name[2]), int(name[3])) for name in names if name is not None
+        }
+        """The runs with a log of the preparation of their environment."""
         self._ending = f"@{boot_id}.json"
         self._adds = True
         """False if the newest lines could not be written."""
@@ -150,6 +155,7 @@ class RunFiles:
             )
             with os.fdopen(descriptor, "wb") as copy:
                 copy.write(data)
+            self.with_setup_log.add(key)
 
     def write_record(self, record: RunRecord) -> None:
         """Write a record. If that fails, raises OSError and leaves no record."""
@@ -164,6 +170,7 @@ class RunFiles:
 
     def remove_record(self, key: RunKey) -> None:
         self._record_of(_stem(key)).unlink(missing_ok=True)
+        self.with_setup_log.discard(key)
 
     def records(self) -> list[RunRecord]:
         """Return the records of this boot. Raises UnreadableRecord."""
@@ -308,7 +315,7 @@ class RunLogs:
 
     def kept(self, key: RunKey) -> Iterator[Report]:
         """Yield the reports of the log of an ended run: the beginning and the end of each stream."""
-        for stream in _SUFFIXES:
+        for stream in _SUFFIXES if key in self._files.with_setup_log else STREAMS:
             first = self._read(key, stream, 0, self._half_bytes)
             if first is None:
                 continue

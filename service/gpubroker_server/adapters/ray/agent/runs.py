@@ -442,7 +442,8 @@ class NodeRuns:
 
     def _report_gone(self, run: AgentRun, proof: str, samples: Sequence[WireSample] = ()) -> None:
         run.process = None
-        self.environments.leave(run.key)
+        if run.order.environment:
+            self.environments.leave(run.key)
         run.reports["gone"] = gone(run.key, proof, samples)
         self._report(run.reports["gone"])
         self.table.drop_if_done(run)
