@@ -55,8 +55,8 @@ try: .venv/.installed  ## start the service with two simulated GPUs and an examp
 serve: .venv/.installed  ## start the service in the foreground; settings: make serve CONFIG=config.yaml
 	@$(RUN) gpubroker serve $(if $(CONFIG),--config $(CONFIG))
 
-test: .venv/.installed .tools/triton/.installed .tools/deploy/.installed  ## run all tests, in four processes
-	$(RUN) pytest -n 4
+test: .venv/.installed .tools/triton/.installed .tools/deploy/.installed  ## run all tests, in five processes
+	$(RUN) pytest -n 5
 
 matrix: .venv/.installed  ## fast tests on each Python here and on both ends of the Ray range; writes docs/how-to/install.md
 	$(RUN) python -m tests.matrix

@@ -25,4 +25,3 @@ def garbage() -> Iterator[Garbage]:
         found.objects = gc.collect()
     finally:
         gc.enable()
-        gc.unfreeze()

@@ -60,6 +60,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Dealer:
     return Dealer(config, log)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave what the collection of thousands of tests makes out of Python's search for garbage, now and while
+    the tests run: it all stays until the end, and looking at it takes a tenth of their CPU time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         put_in_turn(items)
@@ -87,6 +99,8 @@ def _the_collector_stays_as_it_is() -> Iterator[None]:
     if gc.get_threshold() != before:
         gc.set_threshold(*before)
         gc.unfreeze()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,15 @@
 """How tests are dealt to the processes of `make test`; a run in one process knows nothing of this.
 
-A file stays in one process. So does all that starts a Ray: heads, services and nodes are shared there, and
-two clusters at a time on a small machine would be slow in a way that no user meets. And so do the tests with
-a Triton, of which there is one.
+A file stays in one process. So do the tests that share Ray heads, services and nodes, the tests that each
+start a Ray of their own, and the tests with a Triton, of which there is one. Each of these three takes about
+as long as all other tests together, mostly waiting: decision 181 has the reasons.
 """
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-ON_RAY = (
+ON_A_SHARED_RAY = ("tests/e2e/lab/", "tests/e2e/service/")
+ON_RAYS_OF_THEIR_OWN = (
     "tests/e2e/",
     "tests/client/test_readme.py",
     "tests/deploy/test_wheels.py",
@@ -16,7 +17,8 @@ ON_RAY = (
 )
 ON_TRITON = "tests/triton/"
 _IN_TURN = (
-    *ON_RAY,
+    *ON_A_SHARED_RAY,
+    *ON_RAYS_OF_THEIR_OWN,
     "tests/chaos/",
     ON_TRITON,
     "tests/bootstrap/",
@@ -36,8 +38,10 @@ class Dealer(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
 
     def _split_scope(self, nodeid: str) -> str:
         """What it is dealt with."""
-        if nodeid.startswith(ON_RAY):
-            return "on Ray"
+        if nodeid.startswith(ON_A_SHARED_RAY):
+            return "on a shared Ray"
+        if nodeid.startswith(ON_RAYS_OF_THEIR_OWN):
+            return "on Rays of their own"
         return "on Triton" if nodeid.startswith(ON_TRITON) else nodeid.partition("::")[0]
 
 

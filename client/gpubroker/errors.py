@@ -76,7 +76,7 @@ class CallFailed(BrokerError):
     """
 
     def __str__(self) -> str:
-        return f"{self.detail}\n\n{self.traceback.rstrip()}" if self.traceback else self.detail
+        return _with_traceback(self.detail, self.traceback)
 
     @property
     def kind(self) -> str:
@@ -144,7 +144,7 @@ class TaskFailed(BrokerError):
         self.log_tail = log_tail
 
     def __str__(self) -> str:
-        return f"{self.detail}\n\n{self.traceback.rstrip()}" if self.traceback else self.detail
+        return _with_traceback(self.detail, self.traceback)
 
 
 class TaskExpired(TaskFailed):
@@ -172,3 +172,10 @@ class WaitTimeout(BrokerError):
         )
         self.task_id = task_id
         self.state = state
+
+
+def _with_traceback(detail: str, traceback: str | None) -> str:
+    """Return the message with the traceback below it, unless that only repeats the message, as for a fault
+    before the first line of the user's code."""
+    text = (traceback or "").strip()
+    return f"{detail}\n\n{text}" if text and text not in detail else detail

@@ -13,6 +13,7 @@ OURS = {"gpubroker": "gpubroker", "gpubroker_server": "gpubroker-server"}
 DISTRIBUTIONS = {
     "google": "protobuf",
     "grpc": "grpcio",
+    "jwt": "pyjwt",
     "pydantic_core": "pydantic-core",
     "pydantic_settings": "pydantic-settings",
     "prometheus_client": "prometheus-client",
@@ -24,6 +25,7 @@ DISTRIBUTIONS = {
 PROGRAMS = {"pyproject.toml": {"py-spy"}}
 """Declared for what they run as programs; never imported."""
 BY_EXTRA = {
+    "oidc": ("adapters/oidc.py",),
     "ray": ("adapters/ray/", "adapters/nvml/", "adapters/environments/"),
     "triton": ("adapters/triton/", "inference/protocols/triton_grpc/", "ports/triton_messages.py"),
     "postgres": ("adapters/sql/",),

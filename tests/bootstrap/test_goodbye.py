@@ -1,8 +1,6 @@
 """A gateway that ends says so, and nothing after that: others would wait for it, or leave it its slots."""
 
 import asyncio
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +18,6 @@ NOWHERE = "http://127.0.0.1:9"
 SERVER = {"name": "main", "http_url": NOWHERE, "grpc_url": NOWHERE, "node": "local"}
 
 
-@pytest.fixture
-def collects_as_before() -> Iterator[None]:
-    thresholds = gc.get_threshold()
-    yield
-    gc.set_threshold(*thresholds)
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("collects_as_before")
 async def test_a_gateway_reports_its_absence_last(
     postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -286,9 +286,12 @@ async def stepped_party(tmp_path: Path, _nobody_waits_to_look: None) -> AsyncIte
 async def test_of_two_candidates_one_leads(party: Party) -> None:
     party.begin("one")
     await party.until(("one", 1))
-    await party.watch("two")
-    await party.looks("two")
+    with capture_logs() as lines:
+        await party.watch("two")
+        await party.looks("two")
     assert party.leading() == [("one", 1)]
+    standing_by = [line["leader"] for line in lines if line["event"] == "standing by"]
+    assert standing_by == ["one"], "said once"
     row = party.candidates["two"].row
     assert row is not None
     assert row.holder == "one"

@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from tests.e2e.service_process import ROOT, BrokerProcess, GatewayProcess, ServiceProcess
+from tests.e2e.service_process import BrokerProcess, GatewayProcess, ServiceProcess
+from tests.patience import PATIENCE_SECONDS
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -28,13 +30,15 @@ LATE = "was not imported before the fork"
 
 
 class Forking(ServiceProcess):
-    """Starts by a fork, unless `begin` has to run before the program. Does not stop a local Ray."""
+    """Starts by a fork. Does not stop a local Ray."""
 
     def spawn(self, begin: Callable[[], None] | None = None) -> Any:
-        if begin is not None:
-            return super().spawn(begin)
-        arguments = (self.command, str(self._config), str(self._log))
-        started = _context.Process(target=_run, args=(*arguments, self._env))
+        """`begin` is a function of a module: the new process gets its name."""
+        return self._fork(self.command, self._log, begin)
+
+    def _fork(self, command: str, log: Path, begin: Callable[[], None] | None = None) -> "Forked":
+        arguments = (command, str(self._config), str(log), self._env, str(self._cwd), begin)
+        started = _context.Process(target=_run, args=arguments)
         started.start()
         return Forked(started)
 
@@ -51,7 +55,10 @@ class ForkedServiceOnRay(ForkedService):
     """`gpubroker serve` with a local Ray, which is stopped with it."""
 
     def stop(self) -> None:
-        ServiceProcess.stop(self)
+        said = self._log.with_suffix(".down")
+        assert self._fork("down", said).wait(PATIENCE_SECONDS) == 0, said.read_text(encoding="utf-8")
+        if self._process is not None:
+            self._process.wait(PATIENCE_SECONDS)
 
 
 class ForkedGateway(Forking, GatewayProcess):
@@ -97,8 +104,12 @@ class _ReportsLateImports:
             print(name, LATE, flush=True)
 
 
-def _run(command: str, config: str, log: str, env: dict[str, str]) -> None:
-    os.chdir(ROOT)
+def _run(
+    command: str, config: str, log: str, env: dict[str, str], cwd: str, begin: Callable[[], None] | None
+) -> None:
+    if begin is not None:
+        begin()
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     with open(log, "ab") as lines:

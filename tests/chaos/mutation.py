@@ -248,7 +248,7 @@ class _Planted:
 def _copy_to(copy: Path) -> None:
     git = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(git, capture_output=True, check=True, text=True).stdout.split("\0"):
-        if name and (ROOT / name).exists():
+        if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
     _copy_bytecode(copy)

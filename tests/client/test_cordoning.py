@@ -95,7 +95,10 @@ def test_the_commands_send_what_was_said(
     [
         ({}, ["cordoned", "! n2: cordoned because 'a fan'"]),
         ({"ready": False}, ["not answering", "! n2: cordoned because 'a fan'"]),
-        ({"drain": DRAIN}, ["draining", "! n2: 3 still there, ended at 2026-11-21 10:10:00Z"]),
+        (
+            {"drain": DRAIN},
+            ["draining", "! n2: 3 still there; what is left at 2026-11-21 10:10:00Z is killed"],
+        ),
         ({"drain": {**DRAIN, "deadline_at": None}}, ["draining", "! n2: 3 still there\n"]),
         ({"drain": {**DRAIN, "left": 0, "done": True}, "cordon_reason": ""}, ["drained"]),
     ],

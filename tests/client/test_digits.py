@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -9,8 +10,6 @@ from gpubroker import Stopped
 from gpubroker.runtime.journal import Journal
 from gpubroker.runtime.messages import Report, RunOrder
 from gpubroker.runtime.task import RunningTask, enter_task, leave_task
-
-from examples import digits
 
 WORK = {"seed": 1, "hidden": 8, "epochs": 25}
 
@@ -40,22 +39,32 @@ class Run:
         self._reports += [report for _, report in self._journal.take(0, 2**30)]
 
 
+def train(run: Run) -> Any:
+    return run.call(digits().train, **WORK)
+
+
+@cache
+def digits() -> Any:
+    """The module. It imports scikit-learn, which takes a tenth of the time in which all tests are found."""
+    return import_module("examples.digits")
+
+
 @cache
 def undisturbed() -> tuple[float, list[bytes]]:
     """The accuracy, and the checkpoints on the way."""
     run = Run()
-    return run.call(digits.train, **WORK)["accuracy"], run.checkpoints()
+    return train(run)["accuracy"], run.checkpoints()
 
 
 def test_a_stopped_training_resumes_to_the_same_accuracy() -> None:
     first = Run()
     first.task.give_notice()
     with pytest.raises(Stopped):
-        first.call(digits.train, **WORK)
+        train(first)
     [state] = first.checkpoints()
 
     second = Run(2, state)
-    assert second.call(digits.train, **WORK) == {
+    assert train(second) == {
         "accuracy": undisturbed()[0],
         "resumed_at_epoch": 1,
         "attempt": 2,
@@ -66,7 +75,7 @@ def test_a_killed_training_resumes_from_its_last_checkpoint() -> None:
     accuracy, states = undisturbed()
     assert len(states) == WORK["epochs"]
 
-    ended = Run(2, states[9]).call(digits.train, **WORK)
+    ended = train(Run(2, states[9]))
     assert (ended["accuracy"], ended["resumed_at_epoch"]) == (accuracy, 10)
 
 
@@ -76,5 +85,5 @@ def test_a_checkpoint_is_small_enough_to_travel_with_the_reports() -> None:
 
 
 def test_the_evaluation_returns_the_best_accuracy() -> None:
-    ended = Run().call(digits.evaluate, folds=2)
+    ended = Run().call(digits().evaluate, folds=2)
     assert ended["accuracy"] == max(ended["scores"].values()) > 0.9

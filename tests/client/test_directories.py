@@ -101,6 +101,19 @@ def test_first_node_of_a_service_that_has_just_started_is_waited_for(
         assert starting.requests[-1].body["run"]["working_directory"] == str(tmp_path)
 
 
+def test_first_node_that_comes_between_two_questions_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GPUBROKER_DATA_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    node = {"name": "n1", "task_user": pwd.getpwuid(os.geteuid()).pw_name}
+    with RecordedService() as starting:
+        (tmp_path / "client.json").write_text(json.dumps({"url": starting.url, "token": "gpb_secret"}))
+        starting.reply_with(page(), *[Reply(200, {"items": [node]})] * 2, Reply(202, a_task(FULL_ID)))
+        assert command_line(monkeypatch, capsys)("submit -- true").code == 0
+        assert starting.requests[-1].body["run"]["working_directory"] == str(tmp_path)
+
+
 def test_node_of_a_service_elsewhere_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

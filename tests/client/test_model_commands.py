@@ -44,7 +44,7 @@ def test_a_model_name_means_its_current_load(service: RecordedService, run: Run)
         for listed in ([], [now], [ended, before])
     )
     # Models are not among the tasks unless they are asked for.
-    for found, meant in (([none, none, one], now), ([none, none, none, both], ended)):
+    for found, meant in (([*[none] * 4, one], now), ([*[none] * 5, both], ended)):
         service.reply_with(*found, Reply(200, meant))
         assert run("show", "llm", "-o", "json").json["id"] == FULL_ID
         assert service.requests[-1].path == f"/tasks/{FULL_ID}"

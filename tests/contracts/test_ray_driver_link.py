@@ -1,6 +1,7 @@
 """The executor and its driver process: what it does when the driver is silent, slow, or sends nonsense."""
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import ray
+import uvloop
 from gpubroker.runtime.objects import ObjectRef
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.driver import executor
@@ -36,6 +38,8 @@ from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.store import RunSpec
 from ray.exceptions import RayError
 from structlog.testing import capture_logs
+
+from tests.patience import PATIENCE_SECONDS
 
 NODE = {
     "name": "n1",
@@ -390,3 +394,27 @@ def no_agent(_link: NodeLink) -> None:
 def ray_node(id: str, name: str) -> dict[str, Any]:
     named = {"NodeID": id, "NodeName": name, "NodeManagerAddress": "127.0.0.1"}
     return {**named, "Alive": True, "Resources": {"CPU": 1.0}}
+
+
+def test_message_to_a_driver_that_has_died_is_dropped() -> None:
+    """Otherwise the leader would end with it. The service runs on uvloop, which raises an error here where
+    asyncio's own loop drops the message."""
+
+    async def outlive(child: "subprocess.Popen[bytes]") -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        link = driver_link.DriverLink(child, reader, writer, PATIENCE_SECONDS)
+        theirs.close()
+        while not writer.is_closing():
+            link.send("ping")
+            await asyncio.sleep(0)
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        link.send("taken", 1)
+        await link.close()
+
+    with (
+        subprocess.Popen(["sleep", "60"]) as child,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        runner.run(outlive(child))

@@ -105,6 +105,20 @@ async def test_tasks_are_sorted_by_priority_or_end_with_pages_that_follow(six: T
     assert await listed(six, **by_end, descending=False, after=(NOW - 0.25, "t1")) == ["t2"]
 
 
+async def test_first_records_are_read_filter_after_filter_up_to_the_limit(six: TaskStore) -> None:
+    lab = TaskFilter("lab")
+    running = replace(lab, states=(TaskState.ADMITTED,))
+    queued = replace(lab, states=(TaskState.PENDING,), ids=(TaskId("t4"), TaskId("t1"), TaskId("t7")))
+    waiting, ended = replace(lab, states=(TaskState.PENDING,)), replace(lab, states=(TaskState.SUCCEEDED,))
+
+    async def first(*parts: TaskFilter, limit: int = 9) -> list[str]:
+        return [record.task.id for record in await six.first_records(parts, limit)]
+
+    assert await first(running, queued, waiting, ended) == ["t1", "t4", "t6", "t5", "t3", "t2"]
+    assert await first(running, queued, waiting, ended, limit=2) == ["t1", "t4"]
+    assert await first(replace(lab, ids=())) == await first() == []
+
+
 async def test_the_ids_of_what_matches_are_selected_without_holders_of_models(six: TaskStore) -> None:
     await six.submit(a_submission(a_task("t8", tenant="lab", priority=60, holder=Model("main", "llm"))))
     assert (await listed(six, kind="entrypoint"))[0] == "t8"

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, permutations
+from itertools import count as whole_numbers
 from math import log
 from types import MappingProxyType
 from typing import Any
@@ -175,9 +176,9 @@ class NaiveTenants:
         return sum(self.claims_of(name, task) for name in members) + need > there_is
 
     def lacks(self, task: Task) -> int:
-        """What its tenant has to give back for it, besides what is leaving."""
+        """What its tenant has to give back for it, besides what is leaving; it may have less."""
         stayed, self.leases = self.leases, [ls for ls in self.leases if not self.is_leaving(ls)]
-        for lacking in range(sum(lease.mb for lease in stayed) + 1):
+        for lacking in whole_numbers():
             self.leases.append(
                 Lease(HolderKind.RUN, "", Fence(0), DeviceKey(""), Mib(-lacking), task.tenant, 0, NOW)
             )

@@ -61,7 +61,7 @@ def fullest(naive: Any, node: Any, task: Task) -> tuple[tuple[str, int], ...] | 
 def score(naive: Any, node: Any, task: Task, taken: Mapping[str, int]) -> int:
     """By what the node's devices, sort by sort, were good for and are good for afterwards."""
     assert naive.measure is not None
-    cpu, _, _ = naive.room(node, task)
+    cpu = max(0.0, naive.room(node, task)[0])
     before, behind = [], []
     for name in {sort(device) for device in naive.devices(node.name)}:
         alike = [device for device in naive.devices(node.name) if sort(device) == name]

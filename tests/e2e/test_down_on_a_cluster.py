@@ -55,7 +55,7 @@ def test_what_a_killed_service_left_is_ended(tmp_path: Path, head: tuple[HeadSta
     assert agents_of(state)
     assert is_there(run)
     said = down(service, env)
-    assert f"1 node agents and all runs of theirs on {state.address} ended; that Ray goes on" in said
+    assert f"1 node agent and all runs of it on {state.address} ended; that Ray goes on" in said
     until(lambda: not agents_of(state) and not is_there(run), "nothing of it is left")
 
 
@@ -71,5 +71,6 @@ def test_what_a_broker_without_http_left_is_ended_unless_another_one_leads(
         assert "leads on this database; its node agents and runs" in down(one, env)
         assert agents_of(state)
         assert is_there(run)
-        assert "node agents and all runs of theirs" in down(two, env)
+        assert "1 node agent and all runs of it" in (said := down(two, env))
+        assert "no service has run" not in said
         until(lambda: not agents_of(state) and not is_there(run), "nothing of it is left")

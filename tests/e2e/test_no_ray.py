@@ -1,7 +1,6 @@
 """Where Ray cannot be had, people are told why and what to do, and everything else goes on."""
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
@@ -25,13 +24,11 @@ from gpubroker_server.adapters.ray.head.head import (
 )
 from gpubroker_server.adapters.ray.processes import boot_id, process_id
 
+from tests.bound_by_modes import bound_by_modes
 from tests.chaos.forked import ForkedServiceOnRay
 from tests.e2e.ray_lab import command_lines, eventually, is_there, lab_options, slow_agents
 from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
-
-PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
-"""From Linux' own headers."""
 
 
 @contextmanager
@@ -74,14 +71,6 @@ def broken_ray(folder: Path, what_it_does: str) -> str:
     return str(package.parent)
 
 
-def heed_modes() -> None:
-    """Give up what root may do in spite of a file's mode; for everybody else nothing changes."""
-    if os.geteuid() == 0:
-        libc = ctypes.CDLL(None)
-        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
-            assert libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0
-
-
 def test_the_status_of_a_head_that_cannot_start_quotes_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +102,7 @@ def test_a_file_of_another_user_is_named_with_the_remedy(tmp_path: Path, name: s
     data_dir = tmp_path / "data"
     data_dir.mkdir()
     (data_dir / name).touch(mode=mode)
-    with running(ServiceProcess(data_dir), heed_modes) as service:
+    with running(ForkedServiceOnRay(data_dir), bound_by_modes) as service:
         said = what_is_said(service, "Permission denied")
     assert said.startswith(f"failed: cannot start Ray: Permission denied: {data_dir / name}; give {data_dir}")
     assert f"uid {os.geteuid()}" in said
@@ -125,7 +114,7 @@ def test_a_run_directory_that_cannot_be_written_is_reported_until_it_can(
 ) -> None:
     runs = tmp_path / "data" / "runs"
     runs.mkdir(parents=True, mode=0o500)
-    with running(ServiceProcess(tmp_path / "data"), heed_modes) as service:
+    with running(ForkedServiceOnRay(tmp_path / "data"), bound_by_modes) as service:
         said = what_is_said(service, "Permission denied")
         assert str(runs) in said
         runs.chmod(0o700)

@@ -19,6 +19,24 @@ async def test_an_unknown_field_is_named_with_the_one_that_was_meant(api: Client
     assert fault(response, "/nmae") == 'unknown field "nmae"; did you mean "name"?'
 
 
+async def test_a_large_bound_is_written_in_full(api: Client) -> None:
+    response = await api.post("/tasks", json=a_body(resources={"gpu_mb": 99_999_999}))
+    assert fault(response, "/resources/gpu_mb") == "must be at most 16777216; found 99999999"
+
+
+async def test_a_wrong_part_of_an_object_is_the_last_word(api: Client) -> None:
+    response = await api.post("/tasks", json=a_body(env={"LD_PRELOAD": "x"}))
+    assert fault(response, "/env").endswith("; leave it out")
+    response = await api.post("/tasks", json=a_body(env=["LD_PRELOAD"]))
+    assert fault(response, "/env") == "must be an object; found an array"
+
+
+async def test_a_function_of_ones_own_is_to_be_sent(api: Client) -> None:
+    refused = await api.post("/tasks", json=a_body({"entrypoint": "train:fit"}))
+    document = problem(refused, refused.status_code, "entrypoint-not-allowed")
+    assert document["detail"].endswith("send the folder that it is in (--upload, upload=)")
+
+
 async def test_a_field_at_the_wrong_level_is_refused_with_the_right_one(api: Client) -> None:
     response = await api.post("/tasks", json=a_body(gpu_mb=1, args=[]))
     assert fault(response, "/gpu_mb") == 'unknown field "gpu_mb"; did you mean "resources.gpu_mb"?'

@@ -1,6 +1,13 @@
 """`GET /tasks?order=turn`: what runs, what waits in the order of the queue, what ended last."""
 
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import pytest
+from gpubroker_server.core.domain.orders import Failure
+from sqlalchemy import Engine, event
 
 from tests.gateway.harness import Client, Gateway, problem
 
@@ -67,3 +74,49 @@ async def test_a_list_by_turn_is_one_page_of_the_own_tenant(gateway: Gateway, ap
     first = (await api.get("/tasks", params={"limit": 1})).json()["next_cursor"]
     problem(await api.get("/tasks", params={"order": "turn", "cursor": first}), 400, "cursor-invalid")
     assert await listed(other) == ["theirs"]
+
+
+@contextmanager
+def after_statement(number: int, act: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[list[str]]:
+    """Run `act` on the event loop after the reading of tasks of this number, while its reader waits.
+    Yields the readings."""
+    loop, seen = asyncio.get_running_loop(), list[str]()
+
+    def listen(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if "AS chosen" in statement and len(seen) < number:
+            seen.append(statement)
+            if len(seen) == number:
+                asyncio.run_coroutine_threadsafe(act(), loop).result()
+
+    event.listen(Engine, "after_cursor_execute", listen)
+    try:
+        yield seen
+    finally:
+        event.remove(Engine, "after_cursor_execute", listen)
+
+
+@pytest.mark.parametrize("statement", [1, 2, 3])
+async def test_task_that_starts_during_the_read_is_listed_once(
+    gateway: Gateway, api: Client, statement: int
+) -> None:
+    ids = await submitted(gateway, api, starts={"resources": {"cpu": 0.5}}, held={"held": True})
+    with after_statement(statement, lambda: gateway.admit(ids["starts"])) as seen:
+        assert await listed(api) == ["starts", "held"]
+    assert len(seen) == statement, "the task started during the read"
+
+
+@pytest.mark.parametrize("statement", [1, 2, 3])
+async def test_task_that_loses_its_run_during_the_read_is_listed_once(
+    gateway: Gateway, api: Client, statement: int
+) -> None:
+    ids = await submitted(
+        gateway, api, lost={"max_retries": 1, "resources": {"cpu": 0.5}}, held={"held": True}
+    )
+    await gateway.admit(ids["lost"])
+
+    async def lose() -> None:
+        await gateway.end(ids["lost"], failure=Failure("killed", "it was killed"))
+
+    with after_statement(statement, lose) as seen:
+        assert await listed(api) == ["lost", "held"]
+    assert len(seen) == statement, "the run was lost during the read"

@@ -22,8 +22,8 @@ EXIT_INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line and exit with one of the codes above."""
+    words = sys.argv[1:]
     try:
-        words = sys.argv[1:]
         if words and words[0] in RUN_VERBS and not any(word.startswith("-") for word in words):
             # A command may report often; without the command line's libraries that takes a tenth of the time.
             report(*words)
@@ -35,7 +35,12 @@ def main() -> None:
     except (errors.BrokerError, errors.WrongArgument) as error:
         from gpubroker.cli.printing import eprint
 
-        for line in (f"gpubroker: {error}", *getattr(error, "__notes__", ())):
+        message = str(error)
+        if isinstance(error, errors.Refused):  # the text of another error may quote a task
+            from gpubroker.cli.refusals import in_own_words
+
+            message = in_own_words(message, words)
+        for line in (f"gpubroker: {message}", *getattr(error, "__notes__", ())):
             eprint(line)
         sys.exit(exit_code(error))
 

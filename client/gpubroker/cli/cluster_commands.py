@@ -133,6 +133,7 @@ def _stats(found: Stats) -> RenderableType:
         ("tasks", " · ".join(f"{state} {count}" for state, count in _counts(found.tasks))),
         *(("models", " · ".join(f"{state} {count}" for state, count in models)) for _ in models[:1]),
         ("executor", executor_in_words(found.executor)),
+        ("leader", f"{found.leader.holder}, term {found.leader.term}" if found.leader.holder else "! none"),
         *(("model server", _model_server(server)) for server in found.model_servers),
     ]
     if workers.sets:

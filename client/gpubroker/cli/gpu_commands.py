@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from gpubroker.cli.lookup import connect, stats_if_allowed
+from gpubroker.cli.lookup import connect, stats_if_known
 from gpubroker.cli.printing import Format, Output, Watch, emit, emit_all, watch
 from gpubroker.cli.tables import duration, executor_in_words, gib, short_id, size
 from gpubroker.cli.watching import Changes
@@ -78,7 +78,7 @@ def _alone(gpu: Gpu) -> GpuTable:
 
 
 def _why_none(broker: Broker) -> str:
-    stats = stats_if_allowed(broker)
+    stats = stats_if_known(broker)
     if stats and stats.executor.state != "connected":
         return f"no GPUs yet: {executor_in_words(stats.executor)}"
     return "no GPUs; to try the service without one, set simulated_devices in its settings"

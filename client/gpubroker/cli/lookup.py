@@ -203,9 +203,9 @@ def _last_file() -> Path | None:
     return None if state is None else state / "gpubroker-client" / "last.json"
 
 
-def stats_if_allowed(broker: "Broker") -> "Stats | None":
-    """Return the stats for a hint; None if the token may not see the cluster."""
+def stats_if_known(broker: "Broker") -> "Stats | None":
+    """Return the stats for a hint; None if the token may not see the cluster, or nobody can say now."""
     try:
         return broker.stats()
-    except Refused:
+    except BrokerError:
         return None

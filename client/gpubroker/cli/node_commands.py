@@ -204,11 +204,12 @@ def _measured(node: Node) -> tuple[str, str, str, str]:
 def _notes(node: Node) -> Iterator[str]:
     if node.drain and not node.drain.done:
         until = node.drain.deadline_at
-        ends = f", ended at {timestamp(until)}" if until else ""
+        ends = f"; what is left at {timestamp(until)} is killed" if until else ""
         yield f"{node.drain.left} still there{ends}"
     if node.cordoned_by or node.cordon_reason:
         by = f" by {node.cordoned_by}" if node.cordoned_by else ""
-        yield f"cordoned{by}{f' because {node.cordon_reason!r}' if node.cordon_reason else ''}"
+        closed = "drained" if node.drain else "cordoned"
+        yield f"{closed}{by}{f' because {node.cordon_reason!r}' if node.cordon_reason else ''}"
     if node.disk_full:
         yield f"nothing starts until there is room on {node.disk_full}"
     if agent := node.agent:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpubroker.cli.lookup import connect
 from gpubroker.cli.printing import Format, Output, confirm, emit, emit_all, eprint
-from gpubroker.cli.tables import Column, PlainTable, ago, size
+from gpubroker.cli.tables import Column, PlainTable, ago, short_id, size
 from gpubroker.tasks.naming import begins_as_cut, matches, only
 
 if TYPE_CHECKING:
@@ -151,7 +151,6 @@ _COLUMNS = (
     Column("NODE", share=0.2),
     Column("MEMORY"),
     Column("SINCE"),
-    Column("WAITS FOR", wraps=True),
 )
 
 
@@ -164,11 +163,14 @@ def _quarantined(listed: Sequence[Quarantined]) -> RenderableType:
             run.node,
             size(run.gpu_mb),
             ago(run.quarantined_at),
-            run.message,
         )
         for run in listed
     ]
-    return PlainTable(_COLUMNS, rows) if rows else Text("nothing is in quarantine")
+    if not rows:
+        return Text("nothing is in quarantine")
+    # Below the table, because a message needs more cells than the other columns leave of 80.
+    waits = (Text(f"! {run.name or short_id(run.id)}: {run.message}") for run in listed)
+    return Group(PlainTable(_COLUMNS, rows), *waits)
 
 
 def _released(released: Released) -> RenderableType:

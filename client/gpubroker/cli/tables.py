@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpubroker.cli import SHOWN_ID_LENGTH
+from gpubroker.cli.own_words import with_commands
 
 if TYPE_CHECKING:
     from gpubroker.wire.stats import ExecutorState
@@ -86,7 +87,12 @@ def short_id(task: str | None) -> str:
 
 
 def with_short_ids(message: str) -> str:
-    return _WHOLE_ID.sub(lambda found: short_id(found[0]), message)
+    """Return a message of the service with ids and commands as a person at a terminal uses them."""
+    return _WHOLE_ID.sub(lambda found: short_id(found[0]), with_commands(message))
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def gib(mb: float) -> str:

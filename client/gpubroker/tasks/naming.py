@@ -2,7 +2,6 @@
 command line both do."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -86,6 +85,8 @@ def find_task(ask: Ask, word: str, *, to_change: bool) -> "Steps[str]":
     if is_whole_id(word):
         return word
     ids = yield from own_or_any(partial(_meant, ask, word, to_change=to_change))
+    if not ids and not to_change:  # loads of models are listed only if they are asked for
+        ids = [task["id"] for task in (yield from _named(ask, name=word, kind="model"))]
     return only(ids, word, f"no task is named {word!r}, and {no_such_id(word)}")
 
 
@@ -130,8 +131,7 @@ def set_meant(ask: Ask, workers: Any) -> "Steps[str]":
     named = [each["id"] for each in known if each["name"] == workers or begins_as_cut(each["name"], workers)]
     found = named or [each["id"] for each in known if matches(each["id"], workers)]
     if not found:  # the id of one of its workers, or of a set that is over
-        with suppress(Refused):
-            return (yield from find_task(ask, workers, to_change=False))
+        found = yield from own_or_any(partial(_meant, ask, workers, to_change=False))
     return only(found, workers, f"no worker set is named {workers!r}, and {no_such_id(workers)}")
 
 
@@ -150,8 +150,6 @@ def own_or_any(find: Callable[..., "Steps[list[str]]"]) -> "Steps[list[str]]":
 
 def _meant(ask: Ask, word: str, *, to_change: bool, **whose: str) -> "Steps[list[str]]":
     named = yield from _named(ask, name=word, **whose)
-    if not named and not to_change:  # models are listed only if they are asked for
-        named = yield from _named(ask, name=word, kind="model", **whose)
     ids_meant = [task["id"] for task in named]
     if len(ids_meant) > 1 and (whole := _whole_of(named)) is not None:
         ids_meant = [whole]

@@ -15,6 +15,7 @@ TASK_VARIABLE = "GPUBROKER_TASK"
 """The variable with the task's id, which every run has."""
 URL_VARIABLE = "GPUBROKER_URL"
 TOKEN_VARIABLE = "GPUBROKER_TOKEN"  # noqa: S105 - the name of a variable, not a token
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 @dataclass(frozen=True, slots=True)

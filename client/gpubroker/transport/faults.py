@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from gpubroker.errors import Unreachable
-from gpubroker.transport.connection import Connection
+from gpubroker.transport.connection import LOOPBACK, Connection
 from gpubroker.transport.exchange import UNTRUSTED, WRONG_SCHEME
 
 _LOOK_SECONDS = 1.0
@@ -29,9 +29,10 @@ def unreachable(connection: Connection, error: Exception) -> Unreachable:
     is_cut_off = isinstance(error, httpx.ReadError | httpx.RemoteProtocolError)
     if is_cut_off and connection.url.startswith("http://") and _speaks_tls(connection.url):
         return Unreachable(f"{where} speaks TLS; write https:// instead of http://", code=WRONG_SCHEME)
+    host = httpx.URL(connection.url).host
+    remedy = "`gpubroker serve` starts one here" if host in LOOPBACK else f"is {host} its right name?"
     return Unreachable(
-        f"no answer from {where}: {str(error) or type(error).__name__}; is the service running? "
-        "`gpubroker serve` starts one here",
+        f"no answer from {where}: {str(error) or type(error).__name__}; is the service running? {remedy}",
         code="unreachable",
     )
 

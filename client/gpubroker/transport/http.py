@@ -12,7 +12,7 @@ from urllib.request import getproxies
 import httpx
 
 from gpubroker.errors import BrokerError, Unreachable
-from gpubroker.transport.connection import Connection, find_service
+from gpubroker.transport.connection import LOOPBACK, Connection, find_service
 from gpubroker.transport.exchange import Answer, Call, Pause, Steps, error_of
 from gpubroker.transport.faults import check_scheme, trusted_certificates, unreachable
 from gpubroker.transport.operations import AsyncCaller, Listed, Reading, SyncCaller
@@ -23,7 +23,6 @@ _CONNECT_SECONDS = 5.0
 _EVENT = b"data:"
 """The prefix with which Triton writes the refusal of a stream, as an event."""
 _LOOK_SECONDS = 0.2
-_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 class SyncHttp(SyncCaller):
@@ -236,7 +235,7 @@ def _client_settings(connection: Connection) -> dict[str, Any]:
         "base_url": connection.url,
         "headers": headers,
         # A proxy named in the environment cannot reach a service on this machine's own loopback address.
-        "trust_env": url.host not in _LOOPBACK,
+        "trust_env": url.host not in LOOPBACK,
         # Loading the certificate authorities takes 25 ms, and only https needs them.
         "verify": trusted_certificates() if url.scheme == "https" else False,
     }
@@ -287,7 +286,7 @@ def check_listening(http: SyncHttp) -> None:
     that is reached through a proxy, or by a custom transport, is not checked."""
     connection = http.connection
     url = httpx.URL(connection.url)
-    if http.is_direct and (url.host in _LOOPBACK or not getproxies()):
+    if http.is_direct and (url.host in LOOPBACK or not getproxies()):
         try:
             port = url.port or (443 if url.scheme == "https" else 80)
             socket.create_connection((url.host, port), timeout=_LOOK_SECONDS).close()

@@ -16,6 +16,8 @@ from gpubroker_server.adapters.ray.head.head import HeadRefused, reach, read_sta
 from gpubroker_server.bootstrap.broker_file import brokers_of, service_at
 from gpubroker_server.settings.loading import Settings
 
+_CLIENT_FILE = "client.json"
+"""Written by a process that serves HTTP."""
 ANSWER_SECONDS = 30.0
 CLOSE_SECONDS = 30.0
 TAKEOVER_SECONDS = 1.5
@@ -31,7 +33,9 @@ def stop_everything(settings: Settings) -> list[str]:
     """Stop the service of this data directory, then its local Ray with all runs, and wait until they are
     gone; what was done. Raises StillRunning."""
     head = read_state(settings.data_dir)  # A service that stops its Ray itself removes the state.
-    done = [_stop_service(settings), *_stop_brokers(settings.data_dir)]
+    has_served = (settings.data_dir / _CLIENT_FILE).exists()
+    service, brokers = _stop_service(settings), _stop_brokers(settings.data_dir)
+    done = [service, *brokers] if has_served or not brokers else brokers
     head = head or read_state(settings.data_dir)
     if head is not None:
         if left := asyncio.run(stop_head(settings.data_dir)):
@@ -61,7 +65,12 @@ def _leave_cluster(settings: Settings) -> str:
         return f"nothing answers at {ray.address}, so what ran there could not be asked to end"
     except CannotLeave as fault:
         raise StillRunning(f"{fault}; runs may go on there, try again") from None
-    return f"{agents} node agents and all runs of theirs on {ray.address} ended; that Ray goes on"
+    if not agents:
+        return f"no node agent is left on {ray.address}, and none of its runs; that Ray goes on"
+    what = (
+        "1 node agent and all runs of it" if agents == 1 else f"{agents} node agents and all runs of theirs"
+    )
+    return f"{what} on {ray.address} ended; that Ray goes on"
 
 
 def _other_leader(database: str) -> str | None:
@@ -81,7 +90,7 @@ def _other_leader(database: str) -> str | None:
 
 
 def _stop_service(settings: Settings) -> str:
-    client_file = settings.data_dir / "client.json"
+    client_file = settings.data_dir / _CLIENT_FILE
     if not client_file.exists():
         return f"no service has run in {client_file.parent}"
     try:

@@ -118,6 +118,7 @@ class LeaderCandidate:
     async def _win(self) -> LeaderTerm:
         """Wait until no other process has a valid term, and return a new term of this process."""
         watched: ObservedLeader | None = None
+        named = ""
         while True:
             self.resigned.clear()
             try:
@@ -126,6 +127,9 @@ class LeaderCandidate:
                 watched = ObservedLeader(self.row, now) if watched is None else watched.next(self.row, now)
                 if watched.may_take(now, self.rules) and (leader_term := await self._take(self.row)):
                     return leader_term
+                if not self.row.is_past and self.row.holder != named:
+                    named = self.row.holder
+                    log.info("standing by", leader=named, term=self.row.term)
             except StoreUnavailable as fault:  # the follower of this process reports it to the operator
                 log.debug("the leader's row cannot be reached; trying again", fault=str(fault))
             soonest, latest = POLL_SECONDS

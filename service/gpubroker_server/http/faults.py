@@ -176,7 +176,8 @@ def _detail(
             return f"{expectation}; found {_shown(found['input'])}"
     message = text_of(found)
     is_counted = found["type"].endswith(("too_short", "too_long"))  # pydantic's text gives the length found
-    is_complete = found["type"] == "value_error" and isinstance(found["input"], dict | list)
+    # A validator that has looked into an object or an array has said what is wrong in it.
+    is_complete = isinstance(found["input"], dict | list) and not found["type"].endswith("_type")
     if is_counted or is_complete:
         return message
     return f"{message}; found {_shown(found['input'])}{_meant_value(path, found)}"

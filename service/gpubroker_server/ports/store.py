@@ -174,6 +174,8 @@ class TaskFilter(Struct, frozen=True):
     quarantined: bool | None = None
     """Selects ended tasks whose memory still counts as used (True), or no longer does (False). Unfinished
     tasks are selected beside them only if `states` names states of unfinished tasks."""
+    ids: tuple[TaskId, ...] | None = None
+    """Selects tasks with these ids only."""
     sort: TaskSort = TaskSort.SUBMITTED
     descending: bool = True
     after: SortKey = ()
@@ -295,6 +297,11 @@ class TaskStore(ObjectRows, ItemPages, LogRows, OutputRows, IdleTemplates, Proto
     async def record(self, task: TaskId) -> TaskRecord | None: ...
 
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]: ...
+
+    async def first_records(self, parts: Sequence[TaskFilter], limit: int) -> Sequence[TaskRecord]:
+        """Return the records of the first filter, then those of the second, and so on, each task once. A
+        filter is read only if the filters before it have fewer than `limit` tasks. All are read in one
+        snapshot of the database, so that a task which changes its state meanwhile is in one of them."""
 
     async def selected(self, wanted: TaskFilter) -> Sequence[TaskId]:
         """Return the ids of the tasks that `records` would return, without holders of models, which no

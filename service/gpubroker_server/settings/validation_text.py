@@ -22,18 +22,22 @@ def text_of(found: ErrorDetails) -> str:
         case "dict_type" | "model_type" | "model_attributes_type":
             return "must be an object"
         case "greater_than":
-            return f"must be more than {bounds['gt']:g}"
+            return f"must be more than {_number(bounds['gt'])}"
         case "greater_than_equal":
-            return f"must be at least {bounds['ge']:g}"
+            return f"must be at least {_number(bounds['ge'])}"
         case "less_than":
-            return f"must be less than {bounds['lt']:g}"
+            return f"must be less than {_number(bounds['lt'])}"
         case "less_than_equal":
-            return f"must be at most {bounds['le']:g}"
+            return f"must be at most {_number(bounds['le'])}"
         case "too_short" | "string_too_short":
             return f"must have at least {_counted(bounds['min_length'], found['input'])}"
         case "too_long" | "string_too_long":
             return f"must have at most {_counted(bounds['max_length'], found['input'])}"
     return found["msg"].removeprefix("Value error, ").replace("Input should ", "must ")
+
+
+def _number(bound: float) -> str:
+    return f"{bound:.0f}" if bound == int(bound) else f"{bound:g}"
 
 
 def _counted(bound: int, value: Any) -> str:

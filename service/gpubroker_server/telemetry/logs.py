@@ -31,6 +31,7 @@ LOG_FIELDS: Mapping[str, str] = {
     "expected": "the digest that was announced",
     "found": "the digest of the bytes that came",
     "term": "number of the leader's term",
+    "leader": "the process that leads, as host:process",
     "lineage": "of the database; rises when that went back, as after a restore",
     "known_lineage": "the lineage that a node agent follows",
     "reports": "number of reports of node agents",

@@ -58,13 +58,22 @@ def test_nodes_that_are_held_back_are_critical() -> None:
     ],
 )
 def test_a_closed_node_says_by_whom_and_since_when(closed: dict[str, Any], cause: str) -> None:
-    world = a_world(a_node("n1", cordoned=True, **closed), a_device())
+    world = a_world(
+        a_node("n1", cordoned=True, **closed), a_device(), holding(a_task("run", gpu_mb=GIB), "gpu0")
+    )
     [found] = findings(world)
     assert (found.kind, found.severity, found.first_seen) == ("node-closed", Severity.NOTE, NOW)
     assert found.cause == f"n1 {cause}: nothing new starts there."
     assert found.remedy.startswith("gpubroker uncordon n1")
     world.add_task(a_task("waits", gpu_mb=GIB))
     assert [one.severity for one in findings(world)] == [Severity.WARNING]
+
+
+def test_a_drained_node_may_be_taken_away_and_is_not_being_drained() -> None:
+    world = a_world(a_node("n1", cordoned=True, draining_since=NOW, cordoned_by="olga"), a_device())
+    [found] = findings(world)
+    assert found.cause == "n1 is drained by olga: nothing is left there, and nothing new starts."
+    assert found.remedy.startswith("take the machine away, or: gpubroker uncordon n1")
 
 
 def test_a_node_that_the_disk_guard_has_closed_is_found() -> None:

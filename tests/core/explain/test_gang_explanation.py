@@ -238,7 +238,7 @@ def test_running_elastic_gang_says_why_ranks_are_missing_and_what_helps() -> Non
         told() == f"{lack}; bundle 2: needs 60.0 GiB on one GPU; the largest free block is 20.0 GiB (n1/gpu1)"
     )
     poor = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(2 * BIG)),))
-    assert told(poor).startswith(f"{lack}; bundle 2 counts 60.0 GiB against the quota; tenant default")
+    assert told(poor).startswith(f"{lack}; bundle 2 counts 60.0 GiB against the quota of default")
     gang.world.add_node(a_node("n2"))
     gang.world.add_device(a_device("gpu0", "n2"))
     assert told().startswith(f"{lack}; there is some now")

@@ -1,18 +1,20 @@
 """Background work takes no more of a part of the fleet than fleet control lets it; a full disk takes none."""
 
+from math import inf
 from typing import Any
 
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
-from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.task import Dependency, Placement, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.background import BackgroundRoom
 from gpubroker_server.core.world.world import World
 
-from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, submit
+from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, submit
 
 POLICY = Policy()
 N1, N2 = NodeName("n1"), NodeName("n2")
@@ -60,6 +62,20 @@ def test_higher_bands_and_work_without_gpus_are_not_held_back() -> None:
     submit(world, a_task("batch", priority=40, gpu_mb=GIB), a_task("cpu", priority=5, cpu=1.0, gpus=0))
     submit(world, a_task("background", priority=39, gpu_mb=GIB))
     assert sorted(started(world)) == ["batch", "cpu"]
+
+
+def test_room_that_background_work_waits_for_leaves_gpus_to_higher_bands() -> None:
+    """The background task is ahead because an urgent task runs after it. It may take no GPU, and asks for
+    none."""
+    world = a_world(a_node("n1", cpu=2.0), a_device("gpu0", "n1"), holding(a_task("run", cpu=2.0), node="n1"))
+    world.control(BackgroundRoom({"all": 0}, {N1: ("all",)}), {})
+    first = a_task("background", priority=5, cpu=2.0, gpus=0)
+    heir = a_task("urgent", priority=80, after=(Dependency(first.id),), awaits=True)
+    submit(world, first, heir, a_task("normal", priority=50, gpu_mb=GIB))
+    at = Instant(NOW + 60.0)
+    kept = Forecast(first.id, (Placement(N1, ()),), at, at, Instant(inf), 0, Basis.GUESS)
+    plan = plan_cycle(world, POLICY, NOW, budget=10_000, forecasts=[kept])
+    assert [decision.subject for decision in plan.decisions] == ["normal"]
 
 
 def test_a_part_that_is_closed_leaves_the_rest_open() -> None:

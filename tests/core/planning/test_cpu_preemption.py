@@ -108,6 +108,15 @@ def test_a_critical_gang_without_gpus_makes_room_on_several_nodes() -> None:
     assert where(world) == ["n1", "n2"]
 
 
+@pytest.mark.parametrize("placement", ["stranded", "fgd", "best_fit", "spread"])
+def test_gpu_task_without_cpu_starts_where_all_cpus_are_pledged(placement: Any) -> None:
+    world = two_runs(a_device("gpu0", "n1"), a_task("high", priority=95, cpu=8.0))
+    policy = Policy(placement=placement)
+    assert stopped(cycle(world, policy=policy)) == ["low0", "low1"]
+    submit(world, a_task("gpu", priority=50, gpu_mb=GIB))
+    assert started(cycle(world, now=NOW + 1.0, policy=policy)) == ["gpu"]
+
+
 def test_node_room_kept_for_a_preemptor_ends_with_it_or_with_the_node() -> None:
     world = two_runs(a_task("high", priority=95, cpu=8.0))
     cycle(world)

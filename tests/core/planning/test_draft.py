@@ -1,15 +1,28 @@
 """A draft is tried out beside the World."""
 
 import pytest
-from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.errors import Overcommitted
 from gpubroker_server.core.domain.policy import CustomLimit
+from gpubroker_server.core.domain.task import Move, StopReason, TaskState
 from gpubroker_server.core.domain.units import NodeName, TaskId
 from gpubroker_server.core.lifecycle.stopping import withdraw_pledges
 from gpubroker_server.core.planning.nodes.draft import Draft
 from msgspec.structs import replace
 
-from tests.builders import GIB, a_device, a_lease, a_node, a_pledge, a_task, a_world, commit, holding, key
+from tests.builders import (
+    GIB,
+    NOW,
+    a_device,
+    a_lease,
+    a_node,
+    a_pledge,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    key,
+)
 from tests.core.gangs import a_gang, bundles
 from tests.core.world.test_world import picture
 
@@ -52,6 +65,18 @@ def test_a_pledge_that_ends_beside_a_draft_stays_in_it() -> None:
     draft = Draft(world)
     commit(world, Decision("high", "story", pledges=withdraw_pledges(world, high)))
     assert draft.headroom(NodeName("n1"), priority=50).cpu == 6.0
+
+
+def test_run_given_notice_before_its_start_is_not_one_that_starts() -> None:
+    """A task without GPUs goes where fewer runs start, in the cycle that gives the notice as in the next."""
+    world = a_world(a_node(), holding(a_task("run", cpu=1.0), node="n1", state=TaskState.ADMITTED))
+    draft, run = Draft(world), world.tasks[TaskId("run")]
+    notice = write_move(run, Move.STOPPING, stop_reason=StopReason.PREEMPT, stop_deadline_at=NOW)
+    draft.replace_task(run, notice.task)
+    planned = draft.use(NodeName("n1")).copy()
+    commit(world, Decision(run.id, "preempt", tasks=(notice,)))
+    for use in (planned, world.use[NodeName("n1")]):
+        assert (use.starting, use.stopping, use.cpu, use.runs) == (0, {"run"}, 1.0, 1)
 
 
 def test_the_holder_of_a_lease_is_the_task_whose_newest_claim_it_is() -> None:

@@ -14,7 +14,8 @@ from gpubroker_server.core.domain.units import Instant, NodeName, Seconds, TaskI
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.planning.cycle import plan_cycle
-from gpubroker_server.core.planning.draining import ask_to_leave, still_on
+from gpubroker_server.core.planning.draining import ask_to_leave
+from gpubroker_server.core.world.node_holders import still_on
 from gpubroker_server.core.world.world import World
 from msgspec.structs import replace
 

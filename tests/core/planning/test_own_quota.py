@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from tests.builders import NOW, a_device, a_sample, a_task, a_world, commit, holding, let_go, submit
 from tests.core.gangs import a_gang, bundles
+from tests.core.naive import Naive
 
 POLICY = Policy(tenants=(TenantPolicy("small", guaranteed_mb=Mib(40)), TenantPolicy("large")))
 
@@ -42,6 +43,12 @@ def test_task_above_its_quota_stops_runs_of_its_own_tenant_to_make_room() -> Non
     world = a_cluster(a_run("old"), a_run("new", seconds=5.0), urgent())
     assert asked_to_leave(world) == ["new"]
     assert asked_to_leave(a_cluster(a_run("old"), a_run("new"), urgent(40))) == ["new", "old"]
+
+
+def test_task_above_the_whole_quota_of_its_tenant_stops_no_run() -> None:
+    world = a_cluster(a_run("old"), a_run("new"), urgent(50))
+    assert asked_to_leave(world) == []
+    assert Naive(world, POLICY, NOW).plan() == []
 
 
 def test_of_many_runs_no_more_are_stopped_than_the_quota_lacks() -> None:

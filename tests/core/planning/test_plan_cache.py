@@ -166,6 +166,21 @@ def test_coming_room_is_searched_again_after_a_start_on_its_node() -> None:
     assert [decision.subject for decision in plan(world, cache)] == ["waits"]
 
 
+def test_task_waits_without_a_search_once_room_begins_to_come() -> None:
+    run = holding(a_task("run", gpu_mb=80 * GIB), "gpu0")
+    world, cache = a_world(a_device(), run, a_task("waits", gpu_mb=60 * GIB)), PlanCache()
+    assert plan(world, cache) == ()
+    searched = [table.seen for table in cache.places.values()]
+    running = world.tasks[TaskId("run")]
+    notice = write_move(running, Move.STOPPING, stop_deadline_at=Instant(NOW + 20.0))
+    commit(world, Decision(running.id, "cancel", tasks=(notice,)))
+    assert plan(world, cache) == ()
+    assert cache.refusals.awaited == {NodeName("n1")}
+    assert [table.seen for table in cache.places.values()] == searched
+    let_go(world, "run", requeue=False)
+    assert [decision.subject for decision in plan(world, cache)] == ["waits"]
+
+
 def test_who_waits_for_room_that_is_coming_takes_what_is_there_before() -> None:
     run = holding(a_task("run", gpu_mb=70 * GIB), "n2/gpu0")
     world, cache = coming(a_device("gpu0", "n2"), run)

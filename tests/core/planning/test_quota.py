@@ -139,12 +139,12 @@ def test_the_wait_for_quota_is_explained_in_figures() -> None:
     told = explain(world, solo.id, policy, NOW)
     assert told.reason is Reason.QUOTA_EXHAUSTED
     assert (
-        "counts 6.0 GiB against the quota; tenant solo, which is guaranteed 25.0 GiB, has 20.0 GiB"
+        "counts 6.0 GiB against the quota of solo, which holds 20.0 GiB, is guaranteed 25.0 GiB, and"
         in told.message
     )
     assert "may take 5.0 GiB more" in told.message
     other = explain(world, acme.id, policy, NOW)
-    assert "borrows from cohort lab" in other.message
+    assert "with what cohort lab lends" in other.message
     assert told.quota is not None
     assert other.quota is not None
     assert (told.quota.borrowed_mb, told.quota.lent_mb) == (0, 0)

@@ -60,6 +60,17 @@ def test_nobody_is_left_with_less_than_its_guarantee() -> None:
     assert stopped(world) == ["small"]
 
 
+def test_the_explanation_says_why_nothing_is_reclaimed() -> None:
+    world = a_full_device(a_run("all", "guest", 80), wants())
+    task = world.tasks[TaskId("wants")]
+    told = advise(diagnose(survey_nodes(Draft(world), task, POLICY, NOW))).preemption
+    assert told.why is PreemptionStatus.ALL_SHIELDED
+    assert "; others of its cohort have borrowed " in told.message
+    borrower = replace(task, tenant="guest")
+    told = advise(diagnose(survey_nodes(Draft(world), borrower, POLICY, NOW))).preemption
+    assert "borrowed" not in told.message, "it has nothing to reclaim"
+
+
 def test_what_is_leaving_a_borrower_anyway_is_not_taken_twice() -> None:
     world = a_full_device(*(a_run(f"r{n}", "guest", 20, seconds=n + 1.0) for n in range(4)), wants())
     commit(world, plan_cycle(world, POLICY, NOW).decisions)

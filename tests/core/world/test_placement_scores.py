@@ -158,7 +158,7 @@ def test_a_placement_needs_as_many_devices_with_room_as_are_asked_for(kind: str)
     assert worth.spot(a_demand(gpus=2, gpu_mb=7), node) is None
     spot = worth.spot(a_demand(gpus=2, gpu_mb=5), node)
     assert spot is not None
-    assert spot.devices == (key("gpu0"), key("gpu1"))
+    assert spot.devices == ((key("gpu0"), 5), (key("gpu1"), 5))
 
 
 def test_the_published_measure_may_be_chosen() -> None:

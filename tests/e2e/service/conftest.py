@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from gpubroker import Broker
 
+from tests.chaos.forked import ForkedServiceOnRay
 from tests.e2e.guarded_disk import GuardedDisk, guarded_disk
 from tests.e2e.policy import POLICY
 from tests.e2e.service_process import ServiceProcess
@@ -39,7 +40,7 @@ def _service(tmp_path_factory: pytest.TempPathFactory, guarded: GuardedDisk) -> 
     wheels = make_wheel(home.with_name("wheels")).parent
     settings["environments"] = {"find_links": [str(wheels)], "offline": True, "named": NAMED}
     settings["profiles"] = {"science": {"cpu": 0.5, "environment": "answers"}}
-    with ServiceProcess(home, submit_from_tasks=True, **settings) as running:
+    with ForkedServiceOnRay(home, submit_from_tasks=True, **settings) as running:
         yield running
 
 

@@ -13,6 +13,7 @@ import typer
 from gpubroker.cli import EXIT_CANCELLED, EXIT_TASK_FAILED, parsing
 from gpubroker.cli.lookup import connect, remember_last, task_id
 from gpubroker.cli.printing import Format, Output, emit, eprint, show
+from gpubroker.cli.tables import counted
 from gpubroker.cli.tasks.directory import place_of
 from gpubroker.cli.tasks.submit import Target, dependencies, named_target, options_of_submit, read_options
 from gpubroker.tasks.array_api import bar_line, progress_bar
@@ -121,7 +122,8 @@ def array(
         ask = broker.retry_array if retry else broker.cancel_array if cancel else broker.array
         answer = ask(array)
         if retry:
-            eprint(f"accepted {answer.id}: {answer.total} items again")
+            remember_last(broker, answer.id)
+            eprint(f"accepted {answer.id}: {counted(answer.total, 'item')} again")
         if wait:
             _print_results(broker, answer, output)
             return

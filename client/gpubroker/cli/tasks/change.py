@@ -17,7 +17,7 @@ from gpubroker.cli.lookup import (
     remember_last,
     task_id,
 )
-from gpubroker.cli.printing import Format, Output, confirm, emit, emit_all, eprint
+from gpubroker.cli.printing import Format, Output, confirm, emit, emit_all, eprint, show
 from gpubroker.cli.tasks.view import task_table
 from gpubroker.errors import Refused
 
@@ -121,7 +121,10 @@ def stack(
     """Show where a running task is: the stacks of all its Python threads. The task keeps running."""
     with connect() as broker:
         seen = broker.stack(task_id(broker, task), rank=rank, worker=worker)
-        emit(output, seen, lambda seen: seen.stack or seen.message)
+        if output is Format.TABLE:
+            show(seen.stack or seen.message)  # as it is: a wrapped path cannot be copied
+        else:
+            emit(output, seen, lambda _: "")
 
 
 def hold(tasks: TaskWords, output: Output = Format.TABLE) -> None:

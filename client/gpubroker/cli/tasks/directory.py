@@ -52,12 +52,14 @@ def _nodes_here(broker: "Broker", boot_id: str) -> Sequence["Node"]:
     """Return the nodes on this machine. A service of this machine that has no node at all has just started:
     its first node is waited for."""
     nodes = broker.nodes(history="0", boot_id=boot_id).items
-    if nodes or not is_of_this_machine(broker) or broker.nodes(history="0").items:
+    if nodes or not is_of_this_machine(broker):
         return nodes
-    eprint("the service has no node yet; waiting for the first, to see whether this machine is one")
-    until = time.monotonic() + _FIRST_NODE_SECONDS
-    while time.monotonic() < until and not broker.nodes(history="0").items:
-        time.sleep(_POLL_SECONDS)
+    if not broker.nodes(history="0").items:
+        eprint("the service has no node yet; waiting for the first, to see whether this machine is one")
+        until = time.monotonic() + _FIRST_NODE_SECONDS
+        while time.monotonic() < until and not broker.nodes(history="0").items:
+            time.sleep(_POLL_SECONDS)
+    # The first node may have come between the two questions above.
     return broker.nodes(history="0", boot_id=boot_id).items
 
 

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpubroker.cli import EXIT_NOT_NOW, EXIT_OK, EXIT_REFUSED
-from gpubroker.cli.lookup import TaskWord, connect, stats_if_allowed, task_id
+from gpubroker.cli.lookup import TaskWord, connect, stats_if_known, task_id
 from gpubroker.cli.printing import Format, Output, emit
 from gpubroker.cli.tables import (
     Column,
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _MOST_DEVICES = 24
 """The most devices in the table, those that have room soonest; `-o json` has all devices."""
 _MOST_HOLDERS = 5
+_FEWEST_FORECASTS = 5
+"""A record of fewer forecasts says nothing about the next one."""
 _PRINTING = frozenset({"entrypoint", "command", "function"})
 """The kinds of tasks whose runs have a log."""
 _WIDE = 110
@@ -80,7 +82,7 @@ def _background(broker: Broker, explained: Explanation) -> Iterator[str]:
     if not found.is_finished and found.run.kind in _PRINTING:
         worker = f" --worker {short_id(explained.worker)}" if explained.worker else ""
         yield f"to follow it: gpubroker logs -f {short_id(found.id)}{worker}"
-    if explained.reason == "BackendUnavailable" and (stats := stats_if_allowed(broker)):
+    if explained.reason == "BackendUnavailable" and (stats := stats_if_known(broker)):
         yield f"executor: {executor_in_words(stats.executor)}"
 
 
@@ -141,7 +143,7 @@ def _place(explained: Explanation | Simulation) -> Iterator[Text]:
 
 
 def _record(record: ForecastsKept | None) -> str:
-    if record is None:
+    if record is None or record.n < _FEWEST_FORECASTS:
         return ""
     error = duration(record.median_error_seconds)
     return f"; half of the last {record.n} such forecasts were off by less than {error}"

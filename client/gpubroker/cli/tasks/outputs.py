@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from gpubroker.cli.lookup import TaskWord, WorkerId, connect, task_id
 from gpubroker.cli.printing import Format, Output, emit, eprint, show
@@ -62,4 +64,12 @@ def _table(seen: Outputs) -> RenderableType:
         )
         for one in seen.items
     ]
+    if not rows:
+        return Text(_nothing(seen.patterns))
     return PlainTable(_COLUMNS, rows)
+
+
+def _nothing(patterns: Sequence[str]) -> str:
+    if not patterns:
+        return "the task collects no files; name some at the submit, such as --outputs 'runs/**'"
+    return f"no files of a run that has ended match {', '.join(patterns)}"

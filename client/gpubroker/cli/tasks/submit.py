@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 from gpubroker.cli import parsing
 from gpubroker.cli.lookup import connect, remember_last, task_id
 from gpubroker.cli.printing import Format, Output, emit, eprint
+from gpubroker.cli.tables import short_id
 from gpubroker.cli.tasks.batch_file import submit_file
 from gpubroker.cli.tasks.directory import place_of
 from gpubroker.cli.tasks.explain import show_simulation
@@ -244,7 +245,17 @@ WaitTimeout = Annotated[
 ]
 
 
-class CommandAfterDashes(TyperCommand):
+class UploadingCommand(TyperCommand):
+    """A command whose `--upload` may stand without a directory."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args = [
+            word for number, word in enumerate(args) for word in _with_directory(word, args[number + 1 :])
+        ]
+        return super().parse_args(ctx, args)
+
+
+class CommandAfterDashes(UploadingCommand):
     """Keeps the words after `--` apart: they are the command to run."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -252,9 +263,6 @@ class CommandAfterDashes(TyperCommand):
             separator = args.index("--")
             ctx.obj = args[separator + 1 :]
             args = args[:separator]
-        args = [
-            word for number, word in enumerate(args) for word in _with_directory(word, args[number + 1 :])
-        ]
         return super().parse_args(ctx, args)
 
 
@@ -395,8 +403,9 @@ def _submit_one(context: typer.Context, given: Mapping[str, Any]) -> None:
             eprint(f"accepted {task.id}")
             wait_and_show(broker, task.id, given["wait_timeout"], output)
             return
-        follow = f"gpubroker logs -f {task.id}   why it waits: gpubroker explain {task.id}"
-        eprint(f"accepted {task.name or 'task'}; to follow it: {follow}")
+        shown = short_id(task.id)
+        eprint(f"accepted {task.name or shown}; to follow it: gpubroker logs -f {shown}")
+        eprint(f"why it waits, or where it runs: gpubroker explain {shown}")
         if task.sizing:
             eprint(task.sizing.message)
         emit(output, task, lambda task: task.id)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from math import inf
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpubroker.cli import parsing
-from gpubroker.cli.lookup import TaskWord, connect, task_id
+from gpubroker.cli.lookup import TaskWord, connect, stats_if_known, task_id
 from gpubroker.cli.printing import Format, Output, Watch, emit, emit_all, eprint, watch
 from gpubroker.cli.tables import (
     Column,
@@ -30,7 +31,7 @@ from gpubroker.cli.tables import (
 )
 from gpubroker.cli.tasks.events import past_of
 from gpubroker.cli.watching import Changes
-from gpubroker.tasks.naming import UNFINISHED
+from gpubroker.tasks.naming import UNFINISHED, is_whole_id
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -43,6 +44,8 @@ from gpubroker.wire.tasks import TaskDevice, TaskRank
 
 NO_PAST: Mapping[str, str] = MappingProxyType({})
 _REASONS_ASKED = 20
+_OWN_KINDS = frozenset({"items", "dependency"})
+"""The failures whose messages the service writes; others may quote the user's code."""
 _PAGE = 500
 """The most tasks that the service returns in one answer."""
 _STATE_STYLES = {
@@ -124,23 +127,38 @@ def ps(
         "sort": sort,
     }
     filters = cast("ListOptions", {option: value for option, value in given.items() if value})
-    if_none = "no matching tasks"
-    if filters.get("state") == UNFINISHED:
-        if_none = _none_unfinished(is_filtered=len(filters) > 1 or bool(after))
+    is_filtered = len(filters) > 1 or bool(after)
     with connect() as broker:
         if after:
             filters["after"] = task_id(broker, after)
+        if_none = partial(_none, broker, filters.get("state"), is_filtered=is_filtered)
         _list(broker, filters, limit, watching, output, if_none)
 
 
-def _none_unfinished(*, is_filtered: bool) -> str:
+def _none(broker: Broker, states: Sequence[str] | str | None, *, is_filtered: bool) -> str:
+    """Return what to print where no task is listed."""
+    if states != UNFINISHED:
+        return "no matching tasks"
     if is_filtered:
         return "no matching task is pending or running; --all includes finished tasks"
+    stats = stats_if_known(broker)
+    others = stats and stats.tasks.pending + stats.tasks.admitted + stats.tasks.running + stats.tasks.stopping
+    if others:
+        what = "task of another tenant is" if others == 1 else "tasks of other tenants are"
+        return (
+            f"no task of your tenant is pending or running; {others} {what}: gpubroker ps --all-tenants; "
+            "--all includes finished tasks"
+        )
     return "no task is pending or running; gpubroker ps --all includes finished tasks"
 
 
 def _list(
-    broker: Broker, filters: ListOptions, limit: int, watching: bool, output: Format, if_none: str
+    broker: Broker,
+    filters: ListOptions,
+    limit: int,
+    watching: bool,
+    output: Format,
+    if_none: Callable[[], str],
 ) -> None:
     in_turn = limit < _PAGE and "sort" not in filters
     filters |= {"limit": limit + 1, "order": "turn"} if in_turn else {"limit": min(limit + 1, _PAGE)}
@@ -154,7 +172,7 @@ def _list(
         return _with_reasons(broker, found) if output is Format.TABLE else found
 
     def drawn(found: Sequence[Task]) -> RenderableType:
-        return task_table(found, if_none, has_tenants=filters.get("tenant") == "*")
+        return task_table(found, "" if found else if_none(), has_tenants=filters.get("tenant") == "*")
 
     if watching:
         changes = Changes(broker, ("task.*", "queue.*"), tenant=filters.get("tenant"))
@@ -265,7 +283,8 @@ def failure(task: Task) -> str:
     """Return the first line of the error message, or else the kind of the error."""
     if task.error is None:
         return ""
-    return (task.error.message.splitlines() or [task.error.kind])[0]
+    message = (task.error.message.splitlines() or [task.error.kind])[0]
+    return with_short_ids(message) if task.error.kind in _OWN_KINDS else message
 
 
 def _environment(given: Environment | None) -> str:
@@ -303,7 +322,17 @@ def _notes(listed: Sequence[Task]) -> Iterator[str]:
             first_place = first.setdefault(waits.message, place)
             reason = with_short_ids(waits.message) if first_place == place else f"as {first_place}"
             reason = f"{waits.position}. {reason}" if waits.position else reason
-        yield "; ".join(part for part in (_now(task, reason), preempted, task.raw.get("notice")) if part)
+        parts = (_whole(task), _now(task, reason), preempted, task.raw.get("notice"))
+        yield "; ".join(part for part in parts if part)
+
+
+def _whole(task: Task) -> str:
+    """Return which array or worker set the task is a worker of; empty for other tasks."""
+    for label, whole in (("array", "array"), ("worker_set", "set")):
+        id = task.labels.get(label, "")
+        if is_whole_id(id):
+            return f"worker of {whole} {short_id(id)}"
+    return ""
 
 
 def _now(task: Task, reason: str = "") -> str:

@@ -29,6 +29,7 @@ from gpubroker.cli.tasks.submit import (
     Python,
     Requirements,
     Upload,
+    UploadingCommand,
     read_options,
 )
 
@@ -52,7 +53,7 @@ Max = Annotated[int | None, typer.Option("--max", help="At most so many.")]
 _SECONDS = {"parser": parsing.seconds, "metavar": "DURATION"}
 
 
-@workers.command()
+@workers.command(cls=UploadingCommand)
 def create(
     target: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="Object that each worker makes.")],
     args: Args = None,

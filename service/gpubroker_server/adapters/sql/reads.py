@@ -192,6 +192,10 @@ class SqlReads(SqlPart):
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]:
         return [_record_of(row) for row in await self._rows(listing(wanted))]
 
+    async def first_records(self, parts: Sequence[TaskFilter], limit: int) -> Sequence[TaskRecord]:
+        found = await self._readers.run(_first_rows, self._begin_snapshot, parts, limit)
+        return [_record_of(row) for row in found]
+
     async def selected(self, wanted: TaskFilter) -> Sequence[TaskId]:
         query = _matching(wanted).where(_task.c.model.is_(None))
         return [TaskId(row["id"]) for row in await self._rows(query)]
@@ -250,6 +254,17 @@ def _scalar(connection: Connection, query: Executable) -> Any:
     return connection.execute(query).scalar_one()
 
 
+def _first_rows(
+    connection: Connection, begin: str, parts: Sequence[TaskFilter], limit: int
+) -> list[dict[str, Any]]:
+    connection.exec_driver_sql(begin)
+    found: dict[str, dict[str, Any]] = {}
+    for wanted in parts:
+        if len(found) < limit:
+            found.update((row["id"], row) for row in read_rows(connection, listing(wanted), {}))
+    return list(found.values())
+
+
 def listing(wanted: TaskFilter) -> Select[Any]:
     """Return the query of the records of the tasks that match, in order."""
     return _RECORDS.where(_chosen.c.id.in_(_matching(wanted))).order_by(*_order(_chosen, wanted))
@@ -263,6 +278,8 @@ def _matching(wanted: TaskFilter) -> Select[Any]:
     above = None if wanted.max_priority is None else wanted.max_priority + 1
     priorities = _within(_task.c.priority, wanted.min_priority, above)
     query = select(_task.c.id).where(*_in_states(wanted.states), *priorities)
+    if wanted.ids is not None:
+        query = query.where(_task.c.id.in_(wanted.ids))
     if wanted.after:
         row_key, after_key = tuple_(*(_task.c[name] for name in wanted.sort.fields)), tuple_(*wanted.after)
         query = query.where(row_key < after_key if wanted.descending else row_key > after_key)

@@ -134,7 +134,10 @@ class Permissions(Struct, frozen=True):
                 return None
             return self._check_defined(entrypoint, self.modules.other_names(entrypoint))
         allowed = named_patterns(self.entrypoints)
-        detail = f'"{entrypoint}" is not allowed; the operator allows {allowed} (setting entrypoints)'
+        detail = (
+            f'"{entrypoint}" is not allowed; the operator allows {allowed} (setting entrypoints); to run a '
+            "function of your own, send the folder that it is in (--upload, upload=)"
+        )
         code = "entrypoint-not-allowed"
         return Refused(code, detail, (Refusal(code, detail, "/run/entrypoint"),))
 

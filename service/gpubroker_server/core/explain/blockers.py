@@ -340,11 +340,11 @@ def quota_text(quota: Quota) -> str:
     tenant may still take."""
     counts, left = quota.counts_mb, quota.left_mb
     guaranteed, used = quota.guaranteed_mb, quota.used_mb
-    borrows = f" and borrows from cohort {quota.cohort}" if quota.cohort else ""
+    lent = f", with what cohort {quota.cohort} lends" if quota.cohort else ""
     return (
-        f"counts {in_gib(counts, left)} against the quota; tenant {quota.tenant}, which is guaranteed "
-        f"{in_gib(guaranteed, used)}{borrows}, has {in_gib(used, guaranteed)} and may take "
-        f"{in_gib(left, counts)} more"
+        f"counts {in_gib(counts, left)} against the quota of {quota.tenant}, which holds "
+        f"{in_gib(used, guaranteed)}, is guaranteed {in_gib(guaranteed, used)}, and may take "
+        f"{in_gib(left, counts)} more{lent}"
     )
 
 

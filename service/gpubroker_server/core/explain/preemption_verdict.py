@@ -10,7 +10,7 @@ from gpubroker.wire.explanations import PreemptionCounts
 from msgspec import Struct
 
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Mib, TaskId, in_time
+from gpubroker_server.core.domain.units import Mib, TaskId, in_gib, in_time
 from gpubroker_server.core.explain.blockers import task_label
 from gpubroker_server.core.explain.survey import Survey
 from gpubroker_server.core.planning.find_way import Evict, Start, WaitReason, Way
@@ -124,13 +124,17 @@ def _protections(survey: Survey, way: Way) -> list[tuple[Task, Protection]]:
     victims = (
         frozenset(victim.id for victim in way.eviction.victims) if isinstance(way, Evict) else frozenset()
     )
-    rule = Guarantees(draft, survey.policy, Quotas(draft, survey.policy)).borrower_rule_for(survey.task)
+    rule = _guarantees(survey).borrower_rule_for(survey.task)
     return [
         (run, _protection(survey, run, victims, rule))
         for node in survey.nodes
         if node.is_usable and node.is_large_enough
         for run in draft.runs_on(node.node.name)
     ]
+
+
+def _guarantees(survey: Survey) -> Guarantees:
+    return Guarantees(survey.draft, survey.policy, Quotas(survey.draft, survey.policy))
 
 
 def _protection(survey: Survey, run: Task, victims: Set[TaskId], rule: BorrowerRule | None) -> Protection:
@@ -202,11 +206,28 @@ def _message(
             protected_text = _protected(counts, "; protected are ")
             return (
                 f"no run is preempted, because without {unprotected} it would still not fit{protected_text}"
+                f"{_unreclaimed(survey)}"
             )
         case PreemptionStatus.ALL_SHIELDED:
-            return f"no run may be preempted for priority {survey.task.priority}{_protected(counts, ': ')}"
+            protected_text = _protected(counts, ": ")
+            return (
+                f"no run may be preempted for priority {survey.task.priority}{protected_text}"
+                f"{_unreclaimed(survey)}"
+            )
         case _:
             assert_never(status)
+
+
+def _unreclaimed(survey: Survey) -> str:
+    """Say why the task reclaims nothing although others have borrowed; empty if it has nothing to reclaim."""
+    borrowed_mb = sum(_guarantees(survey).reclaimable(survey.task).values())
+    if not borrowed_mb:
+        return ""
+    return (
+        f"; others of its cohort have borrowed {in_gib(borrowed_mb)}, but none of their runs that may be "
+        "reclaimed (of its band or a lower one, not protected, no larger than what its tenant has borrowed) "
+        "would make enough room"
+    )
 
 
 def _reserved(survey: Survey, ahead: Sequence[Reservation]) -> str:

@@ -8,30 +8,20 @@ from collections.abc import Iterator
 
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.device import Node
-from gpubroker_server.core.domain.holders import Gang, Member, Model
-from gpubroker_server.core.domain.lease import HolderKind
+from gpubroker_server.core.domain.holders import Gang, Member
 from gpubroker_server.core.domain.policy import BAND_NAMES, Policy, band_of
 from gpubroker_server.core.domain.ranks import removable_ranks
 from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState, members_of
-from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.lifecycle.gang_runs import stop_ranks
 from gpubroker_server.core.lifecycle.stopping import give_notice, orders_to_leave
 from gpubroker_server.core.planning.nodes.shields import is_protected
+from gpubroker_server.core.world.node_holders import is_server
 from gpubroker_server.core.world.world import World
 
 INTERACTIVE = BAND_NAMES["interactive"]
 """The priority at which a drain stops runs: until the deadline, runs that are shielded from an interactive
 task that has not waited stay."""
-
-
-def still_on(world: World, node: NodeName) -> set[str]:
-    """Return the holders that a drain waits for: runs, models and leases, also if their memory is only not
-    yet proven free. A node is drained when no holder is left."""
-    holdings = (
-        holding for key in world.by_node.get(node, ()) for holding in world.ledgers[key].holdings.values()
-    )
-    holders = {held.lease.holder for held in holdings if held.lease.holder_kind is not HolderKind.SERVER}
-    return holders | {name for name in world.runs.get(node, ()) if not _is_server(world.tasks[name])}
 
 
 def ask_to_leave(world: World, policy: Policy, now: Instant) -> list[Decision]:
@@ -41,15 +31,10 @@ def ask_to_leave(world: World, policy: Policy, now: Instant) -> list[Decision]:
         if node.draining_since is None:
             continue
         for task in (world.tasks[id] for id in sorted(world.runs.get(name, ()))):
-            if task.id not in decisions and not _is_server(task):
+            if task.id not in decisions and not is_server(task):
                 for decision in _leave(world, node, task, policy, now):
                     decisions[task.id] = decision
     return list(decisions.values())
-
-
-def _is_server(task: Task) -> bool:
-    """Return True for the base cost of a model server, which the broker cannot end."""
-    return isinstance(task.holder, Model) and not task.holder.model
 
 
 def _leave(world: World, node: Node, task: Task, policy: Policy, now: Instant) -> Iterator[Decision]:

@@ -37,6 +37,10 @@ def _more_ranks_of(
 ) -> Decision | None:
     """Add as many ranks as fit, in the order of the bundles, on nodes on which nothing is reserved."""
     missing = tuple(gang.demand.bundles[bundle] for bundle in bundles)
+    ranks = (as_pending(gang, demand) for demand in dict.fromkeys(missing) if refusals.may_join(demand))
+    nodes = {node for rank in ranks for node in refusals.nodes_to_join(rank)}
+    if not nodes:
+        return None  # in most cases, so nothing else is worked out before
     # The amounts of the whole gang, such as its place under limits of running tasks, are counted already.
     first = missing[0]
     demand = replace(gang.demand, bundles=missing, min_ranks=1, custom=first.custom, slots=first.slots)
@@ -45,8 +49,6 @@ def _more_ranks_of(
     limited = replace(wanted, priority=gang.priority)
     if view.quotas.is_short(wanted) or view.is_short_of_limits(limited):
         return None
-    ranks = (as_pending(gang, demand) for demand in dict.fromkeys(missing))
-    nodes = {node for rank in ranks for node in refusals.nodes_to_join(rank)}
     if gang.demand.strategy.startswith("strict"):
         members = members_of(gang)
         own_nodes = {members[rank].node for rank in workers(members)}

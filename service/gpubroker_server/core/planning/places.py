@@ -20,7 +20,9 @@ from gpubroker_server.core.world.background import IDLE_TOP
 from gpubroker_server.core.world.placement_scores import PlacementScorer, Row, rows
 from gpubroker_server.core.world.world import World
 
-Found = tuple[tuple[float, int, int, float, tuple[str, ...]], Placement]
+Devices = tuple[tuple[DeviceKey, Mib], ...]
+
+Found = tuple[tuple[float, int, int, float, NodeName, Devices], Placement]
 """A sort key and a placement. The smallest is the best.
 
 The first entry of the key is the penalty for unmet preferences, plus the MiB left on the devices, the number
@@ -225,14 +227,18 @@ class Places:
         return self._in(room, node, task, allows) if room.may_fit(task) else None
 
     def _in(self, room: Room, node: NodeName, task: Task, allows: Allows | None) -> Found | None:
-        demand = task.demand
-        penalty = FAR_MB * node_preference_rank(demand, self._draft.world.nodes[node])
+        demand, penalty = task.demand, 0
+        if demand.where.prefer_nodes:
+            penalty = FAR_MB * node_preference_rank(demand, self._draft.world.nodes[node])
         if demand.gpus == 0:
             penalty += BUSY_MB * (self._draft.use(node).starting // STARTS_AT_ONCE)
         if self._scores is None or demand.placement == "spread" or demand.where.devices:
             return self._by_room(room, node, task, penalty, allows)
-        allowed = _allowed(room, task, allows) if allows else room.rows
-        return self._by_worth(node, task, penalty, self._scores, allowed)
+        spot = self._scores.spot(demand, _allowed(room, task, allows) if allows else room.rows)
+        if spot is None:
+            return None
+        rank = penalty + FAR_MB * spot.unwanted - spot.score
+        return (rank, 0, 0, 0.0, node, spot.devices), Placement(node, spot.devices)
 
     def _by_room(
         self, room: Room, node: NodeName, task: Task, penalty: int, allows: Allows | None
@@ -247,9 +253,8 @@ class Places:
         if len(chosen) < demand.gpus:
             return None
         devices = tuple(sorted((key, mb) for *_, key, mb in chosen))
-        names = (node, *(key for key, _ in devices))
         rank, share = penalty + sum(row[0] for row in chosen), sum(row[1] for row in chosen)
-        return (rank, share, runs, sign * room.beside.cpu, names), Placement(node, devices)
+        return (rank, share, runs, sign * room.beside.cpu, node, devices), Placement(node, devices)
 
     def _devices(self, room: Room, task: Task, *, is_spread: bool) -> Iterator[Option]:
         for device, mb in room.devices:
@@ -261,20 +266,6 @@ class Places:
                     yield penalty + holders, taken_share(device, mb), device.key, need
                 else:
                     yield penalty + mb - need, 0, device.key, need
-
-    def _by_worth(
-        self, node: NodeName, task: Task, penalty: int, worth: PlacementScorer, rows: tuple[Row, ...]
-    ) -> Found | None:
-        spot = worth.spot(task.demand, rows)
-        if spot is None:
-            return None
-        devices = []
-        for key in spot.devices:
-            need = need_mb(task.demand, self._draft.ledger(key).device)
-            assert need is not None, "it was found to fit"
-            devices.append((key, need))
-        rank = penalty + FAR_MB * spot.unwanted - spot.score
-        return (rank, 0, 0, 0.0, (node, *spot.devices)), Placement(node, tuple(devices))
 
     def _nodes_kept_for(self, task: Task) -> Set[NodeName]:
         """Return the nodes on which room is pledged to this task."""

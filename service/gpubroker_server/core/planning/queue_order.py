@@ -9,9 +9,9 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.planning.budget import PROBE_KNOWN, PROBE_SIFTED, Steps
 from gpubroker_server.core.planning.tenants.fair_share import FairShares
-from gpubroker_server.core.world.dependencies import NO_PRIORITY
 from gpubroker_server.core.world.queue import (
     EquivalenceClass,
+    GroupKey,
     Member,
     OrderKey,
     QueueGroup,
@@ -34,6 +34,9 @@ Equals = tuple[QueueGroup, ...]
 
 Entry = tuple[OrderKey, TaskId, QueueGroup | None]
 """The next task of a group, or a task with pledges, which has no group. The key is unique."""
+
+
+NO_GROUPS: dict[int, dict[GroupKey, QueueGroup]] = {}
 
 
 class Head(NamedTuple):
@@ -94,9 +97,9 @@ class QueueOrder:
         self._inadmissible_up_to: dict[EquivalenceClass, int] = {}
         """Maps a demand to the priority up to which no group is admissible, in the open band and below."""
         self._heads: list[Head] = []
-        self._own_keys: dict[TaskId, TenantOrderKey] = {}
-        """Maps a task to its order within its tenant, for one slice. The order is kept because each task is
-        compared with all tasks that have a reservation."""
+        self._keys: dict[TaskId, OrderKey] = {}
+        """The answers of `key_of`, which are asked for often: each task is compared with all tasks that have
+        a reservation."""
 
     def continues(
         self, world: World, ordered_at: Instant, after: OrderKey | None, shares: FairShares
@@ -104,7 +107,7 @@ class QueueOrder:
         """Return True if this is the order of the rest of that cycle. A task submitted meanwhile may be
         missing, and is planned in the next cycle: starting over at each arrival would cost a probe of every
         group."""
-        self._own_keys.clear()  # what a task inherits may have changed
+        self._keys.clear()  # what a task inherits may have changed
         inputs = (self._world, self._ordered_at, self._after)
         return inputs == (world, ordered_at, after) and self.shares.is_same_moment_as(shares)
 
@@ -119,9 +122,7 @@ class QueueOrder:
             if self._unsifted:
                 yield self._sift(admission)
             elif self._arriving:
-                groups = self._arriving[-MERGED_AT_A_TIME:]
-                del self._arriving[-MERGED_AT_A_TIME:]
-                yield sum([self._merge(group, admission) for group in groups])
+                yield self._merge(admission)
             elif self._heads:
                 head = self._take(heappop(self._heads), admission)
                 if head is not None:
@@ -134,11 +135,17 @@ class QueueOrder:
 
     def charge(self, task: Task, mb: int) -> None:
         """Count MiB given to the task that is being examined, which may lower its tenant's rank."""
-        self.shares.charge(task.tenant, mb, self._own_key(task))
+        key = self.key_of(task)
+        self.shares.charge(task.tenant, mb, (key[0], *key[3:]))
+        self._keys.clear()
 
     def key_of(self, task: Task) -> OrderKey:
         """Return the task's place in the order of the queue now."""
-        return order_key(self._own_key(task), self.shares.rank(task.tenant))
+        key = self._keys.get(task.id)
+        if key is None:
+            own_order = self._world.queue.order_within_tenant(task, self._ordered_at, self._policy)
+            key = self._keys[task.id] = order_key(own_order, self.shares.rank(task.tenant))
+        return key
 
     def requeue_awaiting(self) -> None:
         """Examine again the groups that were set aside one by one, since some may wait for room on a node
@@ -181,21 +188,20 @@ class QueueOrder:
             equivalence
             for equivalence in self._world.queue.classes.values()
             if top in equivalence.bands
+            and (equivalence not in known or equivalence.highest[top] > known[equivalence])
             and not equivalence.demand.answered_by
-            and equivalence.highest[top] > known.get(equivalence, NO_PRIORITY)
         ]
         for equivalence in self._unsifted if known else ():
             known.pop(equivalence, None)
         for name in self._pledged:
             task = self._world.tasks.get(name)
             if task is not None:
-                own_order = self._own_key(task)
-                key = order_key(own_order, self.shares.rank(task.tenant))
+                key = self.key_of(task)
                 passed = self._after is not None and key <= self._after
                 if (
-                    own_order[0] == -top
+                    key[0] == -top
                     and not passed
-                    and own_order > self.shares.passed.get(task.tenant, BEFORE_ALL)
+                    and (key[0], *key[3:]) > self.shares.passed.get(task.tenant, BEFORE_ALL)
                 ):
                     self._heads.append(Head(key, True, name, None, []))
         heapify(self._heads)
@@ -219,23 +225,26 @@ class QueueOrder:
                 self._arriving.append(equivalence)
         return PROBE_SIFTED * len(chunk)
 
-    def _merge(self, arriving: EquivalenceClass | Equals, admission: AdmissionFilter) -> float:
-        """Put a demand, or groups of equals, among the heads, and return the cost in probes."""
-        if not isinstance(arriving, EquivalenceClass):
-            return self._merge_priority([group for group in arriving if group], admission)
-        if self._band in arriving.bands:
-            now, policy, rank = self._ordered_at, self._policy, self.shares.rank
-            groups = (
-                group
-                for same_priority in arriving.bands[self._band].values()
-                for group in same_priority.values()
-            )
-            first = min(
-                (rank(group.tenant), group.order_within_tenant(group.member(0), now, policy), group)
-                for group in groups
-            )
-            heappush(self._heads, Head(order_key(first[1], first[0]), False, first[1][-1], first[2], []))
-        return PROBE_KNOWN
+    def _merge(self, admission: AdmissionFilter) -> float:
+        """Put demands, or groups of equals, among the heads, and return the cost in probes."""
+        chunk = self._arriving[-MERGED_AT_A_TIME:]
+        del self._arriving[-MERGED_AT_A_TIME:]
+        cost, now, policy = 0.0, self._ordered_at, self._policy
+        ranks = {tenant: self.shares.rank(tenant) for tenant in self._world.queue.tenants}
+        for arriving in chunk:
+            if not isinstance(arriving, EquivalenceClass):
+                cost += self._merge_priority([group for group in arriving if group], admission)
+                continue
+            cost += PROBE_KNOWN
+            firsts = [
+                (ranks[key[0]], group.first_order(now, policy), group)
+                for same_priority in arriving.bands.get(self._band, NO_GROUPS).values()
+                for key, group in same_priority.items()
+            ]
+            if firsts:
+                rank, first, group = min(firsts)
+                heappush(self._heads, Head(order_key(first, rank), False, first[-1], group, []))
+        return cost
 
     def _merge_groups(self, equivalence: EquivalenceClass, admission: AdmissionFilter) -> None:
         """Merge the groups of a demand whose earliest task is next, if the demand is still admissible."""
@@ -302,10 +311,3 @@ class QueueOrder:
         heappush(head.behind, ((head.key[0], *rank, *head.key[3:]), head.task, head.group))
         self._push_head(head.behind)
         return True
-
-    def _own_key(self, task: Task) -> TenantOrderKey:
-        key = self._own_keys.get(task.id)
-        if key is None:
-            key = self._world.queue.order_within_tenant(task, self._ordered_at, self._policy)
-            self._own_keys[task.id] = key
-        return key

@@ -52,11 +52,21 @@ class _Coming(NamedTuple):
     changed: int
 
 
+class _Hope(NamedTuple):
+    """A node that may have room for a task, or runs that may be preempted for it."""
+
+    node: NodeName
+    changed: int
+    """The node's revision of `changes`, until whose next one the hope holds."""
+    is_free: bool
+    """True if the room is free now."""
+
+
 class _RuledOut:
     """The finding that no node had room for a task of one equivalence class, nor runs that may be preempted
     for it."""
 
-    __slots__ = ("cpu", "gpus", "hopeful_at", "mb", "memory_mb", "probe", "steps")
+    __slots__ = ("cpu", "gpus", "hopes", "mb", "memory_mb", "probe", "steps")
 
     def __init__(self, probe: Task, revision: int) -> None:
         """`probe` is one of these tasks, and was ruled out at this revision of `growth`."""
@@ -67,8 +77,8 @@ class _RuledOut:
         self.steps = [(probe.priority, revision)]
         """The priorities that were ruled out, each with the revision of `growth` at which it was. Priorities
         fall, revisions rise."""
-        self.hopeful_at: dict[int, int] = {}
-        """Maps a priority to the revision of `changes` at which a node that had grown might have had room."""
+        self.hopes: dict[int, _Hope] = {}
+        """Maps a priority to a node that has grown since and may have room."""
 
     def rule_out(self, priority: int, revision: int) -> None:
         """Note that no node has anything at the newest revision for tasks of this priority. The finding
@@ -77,6 +87,8 @@ class _RuledOut:
         while steps and steps[-1][0] <= priority:
             steps.pop()
         steps.append((priority, revision))
+        if self.hopes:
+            self.hopes.clear()
 
     def covered_at(self, priority: int) -> int:
         """Return the newest revision at which this priority was ruled out, by itself or by a higher one; 0 if
@@ -98,7 +110,7 @@ class _GrownRooms:
         self._grown = grown
         self._next = next(grown, None)
         self._room_of = room_of
-        self._rooms: list[Room] = []
+        self._rooms: list[tuple[NodeName, Room]] = []
         self._at: list[int] = []
         """The revisions of `_rooms`, negated so that they rise."""
         self._bounds: list[tuple[int, ...]] = [()]
@@ -109,11 +121,11 @@ class _GrownRooms:
         self.bounds: dict[int, tuple[int, ...]] = {}
         """The answers of `bound` by revision."""
 
-    def fit(self, since: int, known: "_RuledOut") -> bool:
-        """Return True if a task of the class that `known` describes fits on a node that grew after the
-        revision `since`."""
+    def fitting(self, since: int, known: "_RuledOut") -> NodeName | None:
+        """Return a node that grew after the revision `since` and has room for a task of the class that
+        `known` describes; None if there is none."""
         gpus, mb, cpu, memory_mb = known.gpus, known.mb, known.cpu, known.memory_mb
-        for room in self._rooms[: self._counts[since]]:
+        for node, room in self._rooms[: self._counts[since]]:
             amounts, beside = room.ceiling.amounts, room.beside
             if (
                 beside.cpu >= cpu
@@ -121,8 +133,8 @@ class _GrownRooms:
                 and (not gpus or (gpus <= len(amounts) and amounts[gpus - 1] >= mb))
                 and room.fits(known.probe)
             ):
-                return True
-        return False
+                return node
+        return None
 
     def bound(self, since: int) -> tuple[int, ...]:
         """Return the most MiB that any node that grew after the revision `since` has on each number of
@@ -135,7 +147,7 @@ class _GrownRooms:
         while self._next is not None and self._next[1] > revision:
             node, grown_at = self._next
             room, bound = self._room_of(node), self._bounds[-1]
-            self._rooms.append(room)
+            self._rooms.append((node, room))
             self._at.append(-grown_at)
             self._bounds.append(tuple(map(max, zip_longest(bound, room.ceiling.amounts, fillvalue=0))))
             self._next = next(self._grown, None)
@@ -288,6 +300,10 @@ class RefusalCache:
             nodes = nodes & {*self._view.reservations.on, *self._revisions.growth.since(unreserved_at)}
         return nodes
 
+    def may_join(self, rank: Demand) -> bool:
+        """Return False if it is known that no node has room for one more such rank of a running gang."""
+        return self._known.joining.get(rank, -1) < self._revisions.growth.revision
+
     def nodes_to_join(self, rank: Task) -> list[NodeName]:
         """Return the nodes without a reservation that have room for one more rank of a running gang.
 
@@ -390,6 +406,9 @@ class RefusalCache:
         changed, now = self._revisions.changes.revision, self._revisions.growth.revision
         if since == now or not since:
             return since > 0
+        hope = known.hopes.get(priority)
+        if hope is not None and self._revisions.changes.by_node.get(hope.node) == hope.changed:
+            return False  # nothing has changed there
         gpus = known.gpus
         grown = self._rooms.get((priority, gpus > 0)) if self._rooms_at == (changed, now) else None
         if grown is None:
@@ -399,10 +418,10 @@ class RefusalCache:
             bound = grown.bound(since)
         # One comparison rules out most classes: the largest block of all these nodes is too small.
         if not gpus or (gpus <= len(bound) and bound[gpus - 1] >= known.mb):
-            if known.hopeful_at.get(priority) == changed:
-                return False
-            if grown.fit(since, known):
-                known.hopeful_at[priority] = changed
+            node = grown.fitting(since, known)
+            if node is not None:
+                is_free = self._view.offers.rooms.now(node, priority).fits(known.probe)
+                known.hopes[priority] = _Hope(node, self._revisions.changes.at(node), is_free)
                 return False
         known.rule_out(priority, now)
         return True
@@ -429,12 +448,12 @@ class RefusalCache:
         return [node for node in self._revisions.growth.since(since) if node in nodes]
 
     def _is_coming(self, ruled: _Ruled, group: QueueGroup) -> bool:
-        """Return True if the room that is being given back will still be enough, and no node has room for the
-        task before then."""
+        """Return True if the room that is being given back will be enough, and no node has room for the task
+        before then."""
         key = (group.equivalence, group.priority)
         coming = ruled.coming.get(key) if ruled.coming else None
         if coming is None:
-            return False
+            return ruled is self._known.everywhere and self._begins_to_come(group)
         grown, changes = self._revisions.growth.revision, self._revisions.changes
         if coming.grown == grown and changes.at(coming.node) <= coming.changed:
             return True
@@ -446,19 +465,40 @@ class RefusalCache:
         ):
             del ruled.coming[key]
             return False
-        ruled.coming[key] = _Coming(coming.node, grown, changes.revision)
-        self._known.awaited.add(coming.node)
+        self._await(ruled, key, coming.node)
         return True
 
+    def _begins_to_come(self, group: QueueGroup) -> bool:
+        """Return True if room for these tasks is being given back on the node that might have it, and no node
+        has room for them now. Without quotas and limits a search would find nothing else, and would be made
+        for each class for which that room is enough."""
+        known, priority = self._known.everywhere.out.get(group.equivalence), group.priority
+        hope = known.hopes.get(priority) if known else None
+        if known is None or hope is None or hope.is_free:
+            return False  # in most cases
+        node, probe, rooms = hope.node, known.probe, self._view.offers.rooms
+        if (
+            node not in self._view.offers.nodes
+            or group.demand.counted
+            or self._view.policy.has_quotas
+            or not rooms.soon(node, priority).fits(probe)
+            or any(rooms.now(n, priority).fits(probe) for n in self._grown(known.covered_at(priority)))
+        ):
+            return False
+        self._await(self._known.everywhere, (group.equivalence, priority), node)
+        return True
+
+    def _await(self, ruled: _Ruled, key: ClassAndPriority, node: NodeName) -> None:
+        """Note that room for these tasks is being given back on the node, and that no node has room now."""
+        ruled.coming[key] = _Coming(node, self._revisions.growth.revision, self._revisions.changes.revision)
+        self._known.awaited.add(node)
+
     def _rule_out(self, ruled: _Ruled, task: Task, wait: Wait) -> None:
-        grown, equivalence = (
-            self._revisions.growth.revision,
-            self._view.draft.world.queue.group_of(task.id).equivalence,
-        )
+        grown = self._revisions.growth.revision
+        equivalence = self._view.draft.world.queue.group_of(task.id).equivalence
         if wait.coming_on:
             [node] = wait.coming_on
-            ruled.coming[equivalence, task.priority] = _Coming(node, grown, self._revisions.changes.revision)
-            self._known.awaited.add(node)
+            self._await(ruled, (equivalence, task.priority), node)
         else:
             ruled.coming.pop((equivalence, task.priority), None)
             known = ruled.out.get(equivalence)

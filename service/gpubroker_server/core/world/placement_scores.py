@@ -46,7 +46,8 @@ class ScoredPlacement(NamedTuple):
     unwanted: int
     score: int
     """A number from 0 to 100; 50 or more means that nothing new is stranded."""
-    devices: tuple[DeviceKey, ...]
+    devices: tuple[tuple[DeviceKey, Mib], ...]
+    """The devices in key order, each with the MiB that the demand takes."""
 
 
 def device_classes(devices: Iterable[Device]) -> DeviceClasses:
@@ -61,7 +62,9 @@ def device_classes(devices: Iterable[Device]) -> DeviceClasses:
 
 def rows(left: Iterable[tuple[Device, int]], cpu: float) -> tuple[Row, ...]:
     """Return what is left of a node, one row per class of devices. `left` has the node's devices in key order
-    with their free MiB; a negative number counts as 0."""
+    with their free MiB. A negative number counts as 0, also of CPUs: what is pledged of a node may be more
+    than it has left, and a demand for no CPU fits all the same."""
+    cpu = max(0.0, cpu)
     sorts: dict[str, list[tuple[Device, int]]] = {}
     for device, free_mb in left:
         sorts.setdefault(device.sort, []).append((device, max(0, free_mb)))
@@ -90,16 +93,14 @@ class PlacementScorer:
         Of equally preferred devices the one with the highest score wins, then the lowest device. A demand for
         several devices gets the most preferred, then the fullest that have room.
         """
+        shape = self.shape(demand)
         if not demand.gpus:
             rooms = [row.room for row in node]
-            return ScoredPlacement(
-                0,
-                self._score(rooms, [remaining_after(room, self.shape(demand), (), 0) for room in rooms]),
-                (),
-            )
+            after = [remaining_after(room, shape, (), 0) for room in rooms]
+            return ScoredPlacement(0, self._score(rooms, after), ())
         if len(node) == 1:
-            return self._on_same_class(demand, node[0])
-        return self._on_mixed(demand, node)
+            return self._on_same_class(demand, shape, node[0])
+        return self._on_mixed(demand, shape, node)
 
     def stranded(self, room: Remainder) -> tuple[Mib, ...]:
         """Return the MiB of each device that typical demands could not use, weighted by the demands'
@@ -155,43 +156,49 @@ class PlacementScorer:
             dict(sorted(mix.items(), key=lambda item: (item[1], item[0]), reverse=True)[:MAX_TYPICAL])
         )
 
-    def _on_same_class(self, demand: Demand, row: Row) -> ScoredPlacement | None:
-        spot = self._measure.spot(self.shape(demand), row.room)
+    def _on_same_class(self, demand: Demand, shape: Shape, row: Row) -> ScoredPlacement | None:
+        spot = self._measure.spot(shape, row.room)
         if spot is None:
             return None
         unwanted = demand.gpus * device_preference_rank(demand, row.devices[0])
-        return ScoredPlacement(unwanted, spot.score, tuple(row.devices[place].key for place in spot.devices))
+        need = Mib(dict(shape.amounts)[row.room.kind])
+        return ScoredPlacement(
+            unwanted, spot.score, tuple([(row.devices[place].key, need) for place in spot.devices])
+        )
 
-    def _on_mixed(self, demand: Demand, node: tuple[Row, ...]) -> ScoredPlacement | None:
-        amounts = dict(self.shape(demand).amounts)
+    def _on_mixed(self, demand: Demand, shape: Shape, node: tuple[Row, ...]) -> ScoredPlacement | None:
+        amounts = dict(shape.amounts)
         options: list[_Option] = []
         for number, (room, devices) in enumerate(node):
             amount = amounts.get(room.kind)
             for place, left in enumerate(room.left):
                 if amount is not None and amount <= left:
                     preference = device_preference_rank(demand, devices[place])
-                    options.append(_Option(preference, left - amount, devices[place].key, number, place))
+                    key = devices[place].key
+                    options.append(_Option(preference, left - amount, key, Mib(amount), number, place))
         if len(options) < demand.gpus:
             return None
         rooms = [row.room for row in node]
-        beside = [remaining_after(room, self.shape(demand), (), 0) for room in rooms]
+        beside = [remaining_after(room, shape, (), 0) for room in rooms]
         ways = [sorted(options)[: demand.gpus]] if demand.gpus > 1 else [[option] for option in options]
-        spots = [self._taking(demand, rooms, beside, way) for way in ways]
+        spots = [self._taking(shape, rooms, beside, way) for way in ways]
         return min(spots, key=lambda spot: (spot.unwanted, -spot.score, spot.devices))
 
     def _taking(
-        self, demand: Demand, rooms: list[Remainder], beside: list[Remainder], chosen: list["_Option"]
+        self, shape: Shape, rooms: list[Remainder], beside: list[Remainder], chosen: list["_Option"]
     ) -> ScoredPlacement:
         """Return the placement that takes the devices of `chosen`. `beside` is what is left of rows from
         which the placement takes no device."""
-        amounts, after = dict(self.shape(demand).amounts), list(beside)
+        after = list(beside)
         for number in {option.row for option in chosen}:
-            room = rooms[number]
             places = tuple(option.place for option in chosen if option.row == number)
-            after[number] = remaining_after(room, self.shape(demand), places, amounts[room.kind])
+            [amount] = {option.need for option in chosen if option.row == number}
+            after[number] = remaining_after(rooms[number], shape, places, amount)
         unwanted = sum(option.unwanted for option in chosen)
         return ScoredPlacement(
-            unwanted, self._score(rooms, after), tuple(sorted(option.key for option in chosen))
+            unwanted,
+            self._score(rooms, after),
+            tuple(sorted((option.key, option.need) for option in chosen)),
         )
 
     def _score(self, before: Iterable[Remainder], after: Iterable[Remainder]) -> int:
@@ -203,6 +210,7 @@ class _Option(NamedTuple):
     unwanted: int
     left_mb: int
     key: DeviceKey
+    need: Mib
     row: int
     place: int
 

@@ -4,6 +4,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from heapq import merge
+from math import inf
 
 from gpubroker_server.core.domain.decisions import QueuePause
 from gpubroker_server.core.domain.demand import Demand
@@ -23,6 +24,10 @@ Member = tuple[float, TaskId]
 Rank = tuple[int, int]
 """A tenant's place within a band: 0 if the tenant is below its guarantee, else 1; and the steps of its fair
 share that it has used."""
+
+EARLY_SECONDS = 0.001
+"""The time by which a key is computed again before its task gets another point of age, so that rounding makes
+no key too old."""
 
 EVEN: Rank = (0, 0)
 """The rank of every tenant where tenants are not ranked."""
@@ -115,9 +120,9 @@ class QueueGroup:
         self.equivalence = EquivalenceClass(key[2]) if equivalence is None else equivalence
         self._members: list[Member] = []
         self._first = 0
-        self._ordered: tuple[Member, Instant, Policy, TenantOrderKey] | None = None
-        """The newest answer of `order_within_tenant`. It is kept because a cycle asks for the key of one
-        member at each merge, and priorities age between cycles only."""
+        self._ordered: tuple[Member, Instant, float, Policy, TenantOrderKey] | None = None
+        """The newest answer of `order_within_tenant`, with the instants from which and before which it
+        holds. Each cycle asks for the key of one member, which a point of age changes once a minute."""
 
     @property
     def tenant(self) -> str:
@@ -144,13 +149,25 @@ class QueueGroup:
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members[self._first :])
 
+    def first_order(self, now: Instant, policy: Policy) -> TenantOrderKey:
+        """Return the order of the group's first member within its tenant. The group is not empty."""
+        return self.order_within_tenant(self._members[self._first], now, policy)
+
     def order_within_tenant(self, member: Member, now: Instant, policy: Policy) -> TenantOrderKey:
         newest = self._ordered
-        if newest is not None and newest[0] == member and newest[1] == now and newest[2] is policy:
-            return newest[3]
+        if newest and newest[0] == member and newest[1] <= now < newest[2] and newest[3] is policy:
+            return newest[4]
         key = self._key_of(member, now, policy)
-        self._ordered = member, now, policy, key
+        self._ordered = member, now, self._ages_at(key, policy), policy, key
         return key
+
+    def _ages_at(self, key: TenantOrderKey, policy: Policy) -> float:
+        """Return when the task with this key gets another point of age, early rather than late; infinite if
+        never."""
+        if key[0] == key[1]:
+            return inf
+        points = 1 - key[1] - self.standing
+        return key[3] + points * policy.ageing_seconds_per_point - EARLY_SECONDS
 
     def _key_of(self, member: Member, now: Instant, policy: Policy) -> TenantOrderKey:
         submitted_at, task = member

@@ -111,7 +111,8 @@ def _check_tenant(tenant: str, policy: Policy, others: Set[str]) -> None:
     suggestion = did_you_mean(
         tenant, tenants, otherwise=f"known are {', '.join(sorted(tenants)[:MOST_NAMED])}"
     )
-    detail = f'nobody has configured a tenant "{tenant}"; {suggestion} For a new one send new_tenant: true'
+    is_new = "For a new one send new_tenant: true (--new-tenant)"
+    detail = f'nobody has configured a tenant "{tenant}"; {suggestion} {is_new}'
     raise invalid(Fault(pointer="/tenant", detail=detail, code="unknown-tenant"))
 
 

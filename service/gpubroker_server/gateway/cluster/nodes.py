@@ -27,7 +27,7 @@ from gpubroker_server.core.domain.holders import Gang
 from gpubroker_server.core.domain.lease import HolderKind, Lease
 from gpubroker_server.core.domain.node_capacity import NodeUsage
 from gpubroker_server.core.domain.units import MIB_BYTES, Instant, NodeName, TaskId
-from gpubroker_server.core.planning.draining import still_on
+from gpubroker_server.core.world.node_holders import still_on
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.devices import ITEMS_AT_ONCE, idle_seconds, shown_gpus
 from gpubroker_server.gateway.cluster.history import HistoryPageQuery, HistoryQuery

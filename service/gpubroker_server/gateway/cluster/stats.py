@@ -20,8 +20,8 @@ from gpubroker.wire.stats import (
 )
 
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.planning.draining import still_on
 from gpubroker_server.core.planning.fragmentation import FreeMemory, find_scattered_demand, fragmentation
+from gpubroker_server.core.world.node_holders import still_on
 from gpubroker_server.core.world.server_places import place_fault
 from gpubroker_server.core.world.task_counts import finished_tasks, live_tasks, models_by_state
 from gpubroker_server.core.world.world import World

@@ -56,6 +56,7 @@ def _is_no_model(world: World, task: TaskId) -> bool:
 
 
 _STARTED = (TaskState.RUNNING, TaskState.STOPPING, TaskState.ADMITTED)
+_WAITING = (TaskState.PENDING,)
 _ALL = 1_000_000
 JUST_ACCEPTED = Live(
     leases=[],
@@ -63,6 +64,22 @@ JUST_ACCEPTED = Live(
     pending=NOT_YET_SEEN,
     phases=phases_view(dict.fromkeys(Phase, Seconds(0.0))),
 )
+
+
+def _turns(queued: Sequence[TaskId]) -> Callable[[TaskRecord], tuple[int, float, TaskId]]:
+    """Return the key that sorts records by turn. Tasks outside of the queue and tasks that have ended have
+    equal keys, and stay in the order in which they were read."""
+    places = {task: place for place, task in enumerate(queued)}
+
+    def turn(record: TaskRecord) -> tuple[int, float, TaskId]:
+        task = record.task
+        if task.state in _STARTED:
+            return 0, task.started_at or inf, task.id
+        if task.is_terminal:
+            return 2, 0.0, TaskId("")
+        return 1, places.get(task.id, inf), TaskId("")
+
+    return turn
 
 
 class TaskRecords(Struct, frozen=True):
@@ -160,34 +177,32 @@ class TaskRecords(Struct, frozen=True):
         states = filters.pop("states") or tuple(TaskState)
         wanted = TaskFilter(**filters, limit=limit + 1)
         is_filtered = any(value not in (None, {}) for name, value in filters.items() if name != "tenant")
-        records: list[TaskRecord] = []
-        if chosen := [state for state in _STARTED if state in states]:
-            started = await self.store.records(replace(wanted, states=tuple(chosen)))
-            records += sorted(started, key=lambda record: (record.task.started_at or inf, record.task.id))
-        if TaskState.PENDING in states:
-            records += await self._waiting(replace(wanted, states=(TaskState.PENDING,)), is_filtered)
-        if (chosen := [state for state in TERMINAL if state in states]) and len(records) <= limit:
-            records += await self.store.records(replace(wanted, states=tuple(chosen), sort=TaskSort.FINISHED))
+        queued = await self._queued(wanted, is_filtered) if TaskState.PENDING in states else ()
+        parts = [
+            replace(wanted, states=chosen, **more)
+            for of_part, more in (
+                (_STARTED, {}),
+                (_WAITING, {"ids": queued}),
+                (_WAITING, {}),
+                (TERMINAL, {"sort": TaskSort.FINISHED}),
+            )
+            if (chosen := tuple(state for state in of_part if state in states))
+        ]
+        records = sorted(await self.store.first_records(parts, limit + 1), key=_turns(queued))
         items = tuple(view(record, live) for record, live in await self._with_lives(records[:limit]))
         return answer(Page(items, None, len(records) > limit))
 
-    async def _waiting(self, wanted: TaskFilter, is_filtered: bool) -> list[TaskRecord]:
-        """Return the records of the tasks that the planner may start, in its order, then of other waiting
-        tasks."""
+    async def _queued(self, wanted: TaskFilter, is_filtered: bool) -> tuple[TaskId, ...]:
+        """Return the first tasks of the queue that match, in its order. The World has the queue, so a task
+        that was submitted a moment ago may not be among them, and one that has just started may."""
         world, now = self.follower.world, self.follower.clock.now()
         if is_filtered:
-            matching = frozenset(await self.store.selected(replace(wanted, limit=_ALL)))
-            is_listed = matching.__contains__
+            waiting = replace(wanted, states=_WAITING, limit=_ALL)
+            is_listed = frozenset(await self.store.selected(waiting)).__contains__
         else:
             is_listed = partial(_is_no_model, world)
         queue = world.queue.of_tenant(wanted.tenant, now, self.pending.policy)
-        queued = list(islice(filter(is_listed, queue), wanted.limit))
-        rows = await asyncio.gather(*map(self.store.record, queued))
-        records = [record for record in rows if record and record.task.state is TaskState.PENDING]
-        if len(records) < wanted.limit:
-            seen = set(queued)
-            records += [record for record in await self.store.records(wanted) if record.task.id not in seen]
-        return records
+        return tuple(islice(filter(is_listed, queue), wanted.limit))
 
     async def view(self, record: TaskRecord) -> ShownTask:
         [(record, live)] = await self._with_lives([record], explained=True)

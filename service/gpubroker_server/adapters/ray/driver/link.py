@@ -88,9 +88,11 @@ class DriverLink:
         return cls(child, reader, writer, options.driver_patience_seconds)
 
     def send(self, *parts: Any) -> None:
-        """Send a message without waiting. A driver that does not read its messages does not answer pings
-        either, and is killed before many messages have queued up."""
-        self._writer.write(frame(*parts))
+        """Send a message without waiting; it is dropped if the driver is gone. A driver that does not read
+        its messages does not answer pings either, and is killed before many messages have queued up."""
+        # `listen` notices the end a moment later. Until then uvloop would raise RuntimeError.
+        if not self._writer.is_closing():
+            self._writer.write(frame(*parts))
 
     async def room(self) -> None:
         """Return when the driver has read nearly all messages, or is gone."""

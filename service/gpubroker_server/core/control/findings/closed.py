@@ -13,6 +13,7 @@ from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.lease import Lease
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, NodeName, in_gib
+from gpubroker_server.core.world.node_holders import still_on
 from gpubroker_server.core.world.world import World
 
 
@@ -59,19 +60,23 @@ def closed_nodes(world: World) -> Iterator[Finding]:
         if node.cordoned:
             keys = world.by_node.get(node.name, ())
             evidence = {"gpus": len(keys), "runs": len(world.runs.get(node.name, ()))}
-            remedy = f"gpubroker uncordon {node.name}, when tasks may start there again"
-            finding = make_finding("node-closed", node.name, _why_closed(node), remedy, evidence)
+            is_drained = node.draining_since is not None and not still_on(world, node.name)
+            what = "take the machine away, or: " if is_drained else ""
+            remedy = f"{what}gpubroker uncordon {node.name}, when tasks may start there again"
+            cause = _why_closed(node, is_drained=is_drained)
+            finding = make_finding("node-closed", node.name, cause, remedy, evidence)
             yield replace(finding, first_seen=node.draining_since or node.cordoned_at)
     for name, disk in world.full_disks.items():
         cause = f"Nothing starts on {name} until there is room on {disk}."
         yield warning("node-closed-by-disk", name, cause, f"gpubroker disk {name}; gpubroker clean {name}")
 
 
-def _why_closed(node: Node) -> str:
-    what = "is being drained" if node.draining_since is not None else "is cordoned"
+def _why_closed(node: Node, *, is_drained: bool) -> str:
+    what = "drained" if is_drained else "cordoned" if node.draining_since is None else "being drained"
     by = f" by {node.cordoned_by}" if node.cordoned_by else ""
     because = f" ({node.cordon_reason})" if node.cordon_reason else ""
-    return f"{node.name} {what}{by}{because}: nothing new starts there."
+    effect = "nothing is left there, and nothing new starts" if is_drained else "nothing new starts there"
+    return f"{node.name} is {what}{by}{because}: {effect}."
 
 
 def paused_queues(world: World) -> Iterator[Finding]:

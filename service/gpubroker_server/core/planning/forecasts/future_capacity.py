@@ -276,7 +276,8 @@ class CapacityAt:
 
     def room(self) -> NodeHeadroom:
         if self._room is None:
-            self._room = self._leaving.room_now(self._node, self._waiter)
+            # Whether GPUs may be taken is asked of other tasks than the waiter, whose priority may be higher.
+            self._room = self._leaving.room_now(self._node, self._waiter)._replace(gives_gpus=True)
             for at, run in self._leaving.of_node(self._node, self._waiter):
                 if at <= self._at:
                     self._room = self._room.with_room_of(run)

@@ -211,6 +211,8 @@ class Reservations:
         self._binding = BindingOrder(self.draft.world, self.order, self.forecasts)
         self.on: dict[NodeName, list[Reservation]] = {}
         """Maps a node to its reservations, in the order of the forecasts."""
+        self._reserving: list[Task] = []
+        """The tasks of the reservations in `on`."""
         self._kinds: list[str] | None = None
         self._lengths: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         """Maps everything that a run time estimate depends on to the answer of `_lengths_of`."""
@@ -219,9 +221,11 @@ class Reservations:
             if forecast.reserves_room and task is not None and task.state is TaskState.PENDING:
                 for planned in reservations_of(forecast, task):
                     self.on.setdefault(planned.node, []).append(planned)
+                self._reserving += [task] if forecast.places else []
 
     def on_start(self, task: TaskId) -> None:
         """Drop the reservation of a task that is admitted. Its nodes then offer more room."""
+        self._reserving = [reserving for reserving in self._reserving if reserving.id != task]
         for node, planned in list(self.on.items()):
             left = [reservation for reservation in planned if reservation.task.id != task]
             if len(left) < len(planned):
@@ -315,19 +319,15 @@ class Reservations:
         """Return True if all other reservations are ahead of the task."""
         own_place = self._binding.place_of(task)
         return all(
-            self._is_ahead(reservation, own_place) or reservation.task.id == task.id
-            for planned in self.on.values()
-            for reservation in planned
+            reserving.id == task.id or self._binding.binds(reserving, own_place)
+            for reserving in self._reserving
         )
 
     def ahead_of(self, task: Task) -> frozenset[TaskId]:
         """Return the tasks whose reservations bind this task."""
         own_place = self._binding.place_of(task)
         return frozenset(
-            reservation.task.id
-            for reservations in self.on.values()
-            for reservation in reservations
-            if self._is_ahead(reservation, own_place)
+            reserving.id for reserving in self._reserving if self._binding.binds(reserving, own_place)
         )
 
     def equivalence_key(self, task: Task) -> tuple[object, ...]:
@@ -346,13 +346,9 @@ class Reservations:
     def _highest_overtaken(self, task: Task) -> int:
         """Return the highest priority of the reservations that the task is ahead of by age; 0 if there are
         none."""
-        until = ahead_of_priority(task, self.policy, self.now)
-        if until == task.priority:
-            return 0
-        planned = {
-            reservation.task.priority for reservations in self.on.values() for reservation in reservations
-        }
-        return max((priority for priority in planned if task.priority < priority <= until), default=0)
+        higher = {reserving.priority for reserving in self._reserving if reserving.priority > task.priority}
+        until = ahead_of_priority(task, self.policy, self.now) if higher else 0
+        return max((priority for priority in higher if priority <= until), default=0)
 
     def _lengths_of(self, task: Task) -> tuple[Seconds, ...]:
         """Return the 90th percentiles of the task's run time, by kind of device on the nodes with

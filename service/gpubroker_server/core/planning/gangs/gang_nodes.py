@@ -81,7 +81,7 @@ class GangNode:
             return
         is_spread = demand.placement == "spread"
         spot = self._spot(part) if demand.gpus == 1 else None
-        best = spot.devices if spot is not None else ()
+        best = {key for key, _ in spot.devices} if spot is not None else ()
         options = sorted(
             (
                 device_preference_rank(demand, device),

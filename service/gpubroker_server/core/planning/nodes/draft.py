@@ -200,10 +200,13 @@ class Draft:
         """Enter a task that was admitted, which now counts on its node, or a run that was given notice."""
         self._tasks[after.id] = after
         has_other_notices = stop_notices(before) != stop_notices(after)
+        # A run that is given notice before it has started is no longer one that its node is starting.
+        for node, part in rank_tasks(before) if before.is_active else ():
+            self._own_use(node).count(part, -1)
         for node, part in rank_tasks(after):
             self.changes.mark(node)
+            self._own_use(node).count(part, +1)
             if not before.is_active:
-                self._own_use(node).count(part, +1)
                 self._admitted.setdefault(node, set()).add(after.id)
             if has_other_notices:
                 self.growth.mark(node)
