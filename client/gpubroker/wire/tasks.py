@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gpubroker.wire.answered import Answered, KnownState, Time
+from gpubroker.wire.environments import Environment
 from gpubroker.wire.forecasts import Expected, Sizing
 from gpubroker.wire.problems import ProblemDocument
 from gpubroker.wire.quarantine import Quarantined
@@ -211,6 +212,9 @@ class Task(Answered, frozen=True, kw_only=True):
     upload: Annotated[str, Meta(description="Object with the directory that it works in; empty: none.")] = ""
     ray: Annotated[str, Meta(description="Its Ray cluster: `private`, `shared`, or empty for none.")] = ""
     ray_dashboard: bool = False
+    environment: Annotated[
+        Environment | None, Meta(description="Its interpreter and packages; null: those of the service.")
+    ] = None
     max_concurrency: Annotated[
         int | None, Meta(description="For the task's own code, in GPUBROKER_MAX_CONCURRENCY.")
     ]
