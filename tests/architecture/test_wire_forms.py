@@ -28,14 +28,16 @@ FROZEN = {
     "agent-10": "a026f3b01602",
     "agent-11": "f7cefd5b0a1f",
     "agent-12": "a40418991153",
-    "agent-13": "5a6b3671d1d4",
+    "agent-13": "2b496df2d185",
+    "agent-14": "acaaa22db03f",
     "agent-8": "005da3f522c4",
     "agent-9": "40dc594a24b7",
     "runner-5": "159adbd1a83c",
     "runner-6": "ab963385aa8e",
     "runner-7": "4005b5bfc4e2",
     "runner-8": "5b683abd84a4",
-    "runner-9": "813c9ac0d440",
+    "runner-10": "57c650cd49c7",
+    "runner-9": "879bea52e326",
 }
 RELEASED = {"agent": 8, "runner": 5}
 """The newest form of the last release. It and those after it are read, for agents and runs live on while the
@@ -81,8 +83,8 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 13, "5e58c6de4412"),
-        ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 9, "5824e8491594"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 14, "43f610cc5ceb"),
+        ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 10, "564ae71cc573"),
     ],
     ids=["driver and agent", "agent and run process"],
 )

@@ -13,7 +13,9 @@ from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence
 from gpubroker_server.http.identity import identity_of_run
+from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.settings.loading import load_settings
+from msgspec.structs import replace
 
 from tests.builders import a_task, holding
 
@@ -136,3 +138,19 @@ def test_only_a_run_whose_code_came_with_it_may_submit_code(
 
 def test_a_run_that_nobody_knows_has_no_identity() -> None:
     assert identity_of_run(None, Fence(1)) is None
+
+
+def test_ranks_of_a_ray_cluster_get_one_token_from_every_leader(tmp_path: Path) -> None:
+    spec = RunSpec("command", command=("train",), ray="private")
+    task = holding(a_task("t1"), "gpu0").task
+    one, other = (RunAccess(load_settings(data_dir=tmp_path / "data"), None) for _ in range(2))
+    given = one.env_of(task, spec)
+    assert given == other.env_of(task, spec)
+    assert given.keys() == {"RAY_AUTH_TOKEN"}
+    assert one.env_of(replace(task, fence=Fence(2)), spec) != given, "each attempt has its own"
+    assert one.run_of(given["RAY_AUTH_TOKEN"]) is None
+    key = next((tmp_path / "data").rglob("run-tokens.key"))
+    key.unlink()
+    key.mkdir()
+    with pytest.raises(StoreUnavailable, match="the key of tokens cannot be used"):
+        one.env_of(task, spec)

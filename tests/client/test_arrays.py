@@ -310,7 +310,7 @@ def test_the_command_takes_the_options_of_a_task_for_its_workers(
     assert body["run"] == {"command": ["convert"], "working_directory": "/"}
     assert {*signature(submit_command).parameters} - {*signature(map_).parameters} == {
         "bundles", "strategy", "min_ranks", "max_retries", "wait", "follow", "wait_timeout", "dry_run",
-        "batch", "all_or_nothing",
+        "batch", "all_or_nothing", "ray", "ray_dashboard",
     }  # fmt: skip
 
 

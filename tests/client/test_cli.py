@@ -146,6 +146,18 @@ def test_mistakes_of_new_users_are_answered_with_the_right_command(
     assert not service.requests
 
 
+@pytest.mark.parametrize(
+    ("words", "ray"), [("--ray", "private"), ("--ray --gpus 2", "private"), ("--ray shared", "shared")]
+)
+def test_submit_asks_for_a_private_ray_cluster_unless_told_otherwise(
+    service: RecordedService, run: Run, words: str, ray: str
+) -> None:
+    service.reply_with(page(), Reply(202, a_task(FULL_ID)))
+    assert run(f"submit {words} --ray-dashboard -- python train.py").code == 0
+    body = service.requests[-1].body
+    assert (body["ray"], body["ray_dashboard"], body["run"]["command"]) == (ray, True, ["python", "train.py"])
+
+
 def test_submit_and_wait_prints_the_result(service: RecordedService, run: Run) -> None:
     service.reply_with(
         Reply(202, a_task(FULL_ID)),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpubroker.runtime import messages
 from gpubroker.runtime.messages import (
     ENDED_WELL,
     KNOWS_ENVIRONMENTS,
@@ -27,6 +28,7 @@ from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.adapters.ray.wire import (
     MEASURE,
     PREPARES_ENVIRONMENTS,
+    STARTS_RAY,
     TELLS_GPU_STATE,
     TELLS_LOGS,
     TELLS_UNPROVEN_ENDS,
@@ -101,12 +103,16 @@ RUN = RunOrder(
 )
 UPLOADED = dataclasses.replace(RUN, upload="ab" * 32, outputs=("runs/**",))
 """The same with a directory, which came with form 12 of agents."""
-IN_ENVIRONMENT = dataclasses.replace(UPLOADED, environment="e1")
-"""The same with an environment, which came with form 13 of agents."""
+WITH_RAY = dataclasses.replace(
+    UPLOADED, kind="command", env={"A": "b", "GPUBROKER_RAY": "private"}, cpu=2.0, custom=(("fpga", 1.0),)
+)
+"""A command that becomes a Ray cluster, which came with form 13 of agents."""
+IN_ENVIRONMENT = dataclasses.replace(WITH_RAY, environment="e1")
+"""The same with an environment, which came with form 14 of agents."""
 PREPARED = dataclasses.replace(
     IN_ENVIRONMENT, interpreter="/env/bin/python", prefix="/env", brought="/brought/functions"
 )
-"""The same once the agent has filled in the environment, which came with form 9 of run processes."""
+"""The same once the agent has filled in the environment, which came with form 10 of run processes."""
 ENVIRONMENT = Environment(python="3.11", requirements=("numpy>=2",))
 SPEC = RunSpec(
     kind="function", entrypoint="jobs:train", command=("train", "-v"), python="3.11", env={"A": "b"},
@@ -114,17 +120,20 @@ SPEC = RunSpec(
 )  # fmt: skip
 PAYLOAD = RunPayload(SPEC, b"\x80args", b"state", "s3://state", 3, "name", "tenant", 60.0)
 UPLOADED_PAYLOAD = replace(PAYLOAD, spec=replace(SPEC, upload=UPLOADED.upload, outputs=UPLOADED.outputs))
+RAY_PAYLOAD = replace(UPLOADED_PAYLOAD, spec=replace(UPLOADED_PAYLOAD.spec, kind="command", ray="private"))
+START = StartOrder(
+    *AT, ((GPU, Mib(100)),), shareable=False, priority=70, rank=1, world_size=2, barrier=True,
+    memory_mb=Mib(64),
+)  # fmt: skip
+RAY_START = replace(START, cpu=2.0, custom=(("fpga", 1.0),))
 IN_ENVIRONMENT_PAYLOAD = replace(
-    UPLOADED_PAYLOAD, spec=replace(UPLOADED_PAYLOAD.spec, environment=ENVIRONMENT), environment="e1"
+    RAY_PAYLOAD, spec=replace(RAY_PAYLOAD.spec, environment=ENVIRONMENT), environment="e1"
 )
 PREPARE_ORDER = prepare_order(
     PrepareOrder(NodeName("n1"), "a.1", "e1", TaskId("t"), "tenant"), ENVIRONMENT, b"archive"
 )
 ORDERS: tuple[Order, ...] = (
-    StartOrder(
-        *AT, ((GPU, Mib(100)),), shareable=False, priority=70, rank=1, world_size=2, barrier=True,
-        memory_mb=Mib(64),
-    ),
+    START,
     GoOrder(*AT, "10.0.0.1:4711", rank=1),
     WorldOrder(*AT, (0, 1), rank=1),
     WorldOrder(*AT, (0, 1, 2), rank=1, number=1),
@@ -229,6 +238,8 @@ CONFIG = AgentConfig(
 
 def orders_in(agent: int) -> Sequence[Order]:
     """Those of this form: the one before knew no arrays, no stacks, and no ranks that join."""
+    if agent >= STARTS_RAY:
+        return RAY_START, *ORDERS[1:]
     if agent > 8:
         return ORDERS
     before = [order for order in ORDERS if not isinstance(order, ItemsOrder | StackOrder)]
@@ -261,7 +272,7 @@ def items(runner: int) -> Sequence[tuple[Any, ...]]:
     return (
         *(new if runner > 5 else ()),
         ("share", RUN.to_wire()),
-        own_start(_alone(runner), config, Path("/runs/t.log"), "10.0.0.1"),
+        own_start(alone_in(runner), config, Path("/runs/t.log"), "10.0.0.1"),
         ("go", ("t", 3, 1), "10.0.0.1:4711"),
         ("world", ("t", 3, 1), (0, 1)),
         *of_growth,
@@ -270,9 +281,12 @@ def items(runner: int) -> Sequence[tuple[Any, ...]]:
     )
 
 
-def _alone(runner: int) -> RunOrder:
+def alone_in(runner: int) -> RunOrder:
+    """Return the order of a run in a process of its own, as this form knows it."""
     if runner >= KNOWS_ENVIRONMENTS:
         return PREPARED
+    if runner >= messages.STARTS_RAY:
+        return WITH_RAY
     return UPLOADED if runner >= KNOWS_UPLOADS else RUN
 
 
@@ -285,7 +299,7 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     form = OrderWriter(1000, 500)
     about_logs, about_outputs = agent >= TELLS_LOGS, agent >= UNPACKS_UPLOADS
     has_environments = agent >= PREPARES_ENVIRONMENTS
-    payload = UPLOADED_PAYLOAD if about_outputs else PAYLOAD
+    payload = RAY_PAYLOAD if agent >= STARTS_RAY else UPLOADED_PAYLOAD if about_outputs else PAYLOAD
     payload = IN_ENVIRONMENT_PAYLOAD if has_environments else payload
     orders = [
         *(form.write(o, payload) for o in orders_in(agent)),

@@ -67,10 +67,11 @@ from tests.contracts.form_samples import (
     PAYLOAD,
     PEERS_ORDER,
     PREPARE_ORDER,
-    PREPARED,
     RECORD,
     RUN,
     UPLOADED,
+    WITH_RAY,
+    alone_in,
     news_of,
     orders_in,
     written,
@@ -129,6 +130,15 @@ OF_ENVIRONMENTS = [
 ]
 
 
+def ordered_in(agent: int) -> RunOrder:
+    """Return the order of the run, as this form of agents knows it."""
+    if agent >= wire.PREPARES_ENVIRONMENTS:
+        return IN_ENVIRONMENT
+    if agent >= wire.STARTS_RAY:
+        return WITH_RAY
+    return UPLOADED if agent >= wire.UNPACKS_UPLOADS else RUN
+
+
 def frozen(name: str) -> bytes:
     return (FORMS / name).read_bytes()
 
@@ -145,8 +155,7 @@ def test_each_form_is_written_as_it_was_frozen(agent: int, runner: int) -> None:
 def test_orders_are_read(agent: int) -> None:
     start, *others = unpack(frozen(f"agent-{agent}-orders.msgpack"))
     assert start[:3] == ("start", "a.1", False)
-    of_uploads = IN_ENVIRONMENT if agent >= wire.PREPARES_ENVIRONMENTS else UPLOADED
-    assert RunOrder.from_wire(start[3]) == (of_uploads if agent >= wire.UNPACKS_UPLOADS else RUN)
+    assert RunOrder.from_wire(start[3]) == ordered_in(agent)
     writer = wire.OrderWriter(1000, 500)
     about_runs = [unpack(wire.pack(writer.write(o, PAYLOAD))) for o in orders_in(agent)[1:]]
     more = [LOG_ORDER, *ANSWERS, *(unpack(wire.pack(it)) for it in (DISK_ORDER, PEERS_ORDER))]
@@ -257,8 +266,7 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
         host = SimpleNamespace(_child=None, **noted)
         RunHost.take(host, item, tell_output=tell_output)  # type: ignore[arg-type]
     key = RunKey("t", 3, 1)
-    of_uploads = PREPARED if runner >= messages.KNOWS_ENVIRONMENTS else UPLOADED
-    alone = of_uploads if runner >= messages.KNOWS_UPLOADS else RUN
+    alone = alone_in(runner)
     new = [
         ("answer_items", key, 4, ((0, 5), (7, 8)), False),
         ("take_object", key, "abc", None, ("object_missing", "no")),

@@ -102,3 +102,17 @@ def test_service_ships_eight_profiles_and_the_operator_changes_each() -> None:
     assert (profiles["trainer"].cpu, profiles["trainer"].gpu_mb) == (4, 40960)
     assert profiles["judge"].gpus == 1
     assert "validator" not in profiles
+
+
+async def test_bundles_of_a_gang_may_name_a_profile_each(api: Client) -> None:
+    bundles = [{"profile": "trainer"}, {"profile": "scorer", "count": 2}, {"cpu": 2}]
+    task = (await api.post("/tasks", json=a_body(resources={"bundles": bundles}))).json()
+    asked = [(one["count"], one["gpus"], one["cpu"]) for one in task["resources"]["bundles"]]
+    assert asked == [(1, 1, 4.0), (2, 0, 1.0), (1, 0, 2.0)]
+    unknown = a_body(resources={"bundles": [{"profile": "traner"}, {"cpu": 1}]})
+    refused = problem(await api.post("/tasks", json=unknown), 422, "validation-failed")
+    assert refused["errors"][0]["pointer"] == "/resources/bundles"
+    assert 'no profile "traner"' in refused["errors"][0]["detail"]
+    fleet = {"components": [{"name": "a", "resources": unknown["resources"]}]}
+    planned = problem(await api.post("/plan", json=fleet), 422, "validation-failed")
+    assert planned["errors"][0]["pointer"] == "/components/0/resources/bundles"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gpubroker.run_reports import REPORTS_VARIABLE
 from gpubroker.runtime.command_reports import CommandReports
@@ -33,8 +33,15 @@ class Command:
     """Runs one command in a process group of its own, so that the notice reaches all processes that the
     command has started."""
 
-    def __init__(self, words: Sequence[str], run: RunKey, task: RunningTask) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        run: RunKey,
+        task: RunningTask,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
         self._words = words
+        self._environment = environment
         self._run = run
         self._task = task
         self._lock = threading.Lock()
@@ -65,6 +72,19 @@ class Command:
                 code = self._reap()
             return self._outcome(code, completed=reports is not None and reports.completed)
 
+    def end(self, grace_seconds: float) -> None:
+        """Give the notice, and kill the command if it has not ended after the grace period."""
+        self.stop()
+        ready = select.poll()
+        with self._lock:
+            if self._child is None:
+                return
+            descriptor = os.dup(self._end)
+        with os.fdopen(descriptor):
+            ready.register(descriptor, select.POLLIN)
+            if not ready.poll(grace_seconds * 1000):
+                self._kill()
+
     def stop(self) -> None:
         """Give the notice as SIGTERM. Nothing happens if the command has ended."""
         with self._lock:
@@ -76,7 +96,7 @@ class Command:
     def _start(self, reports: CommandReports | None) -> bool:
         """Start the command and return True; return False if the run has to stop. Raises OSError and
         ValueError."""
-        env = {name: text for name, text in os.environ.items() if name != REPORTS_VARIABLE}
+        env = {name: text for name, text in self._environment.items() if name != REPORTS_VARIABLE}
         if reports is not None:
             env[REPORTS_VARIABLE] = reports.path
         with self._lock:

@@ -34,6 +34,7 @@ from gpubroker.runtime.process import (
     announce_rendezvous,
     take_process,
 )
+from gpubroker.runtime.ray_cluster import DriverRun, RayFailed, RayNode, has_private_ray, run_node
 from gpubroker.runtime.run_objects import RunObjects
 from gpubroker.runtime.task import RunningTask, enter_task, leave_task, own_process
 
@@ -69,6 +70,8 @@ class RunHost:
         self._objects: dict[RunKey, RunObjects] = {}
         self._rendezvous: RendezvousPort | None = None
         """The rendezvous of a run with several ranks; such a run has the process to itself."""
+        self._host = ""
+        """The address at which other nodes reach this one."""
         self._offer = ""
         """The address of the rendezvous, while the run waits for the other ranks."""
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
@@ -133,6 +136,7 @@ class RunHost:
             output = FileOutput(log)
             output.take_over()
             take_process(order, setup)
+            self._host = setup.host
             if order.interpreter and order.kind != "command":
                 self._start_child(order, setup, output)
             else:
@@ -257,6 +261,8 @@ class RunHost:
             worker = self._workers.get(order.key) or self.set_workers.get(order.key)
             if worker is not None:
                 return worker.work()
+            if has_private_ray(order):
+                return self._run_with_ray(order, task)
             call, objects = None, self._objects[order.key]
             if order.kind != "command":
                 call = with_objects(opened(order), objects.fetch)
@@ -265,6 +271,8 @@ class RunHost:
             return run_command(order, task) if call is None else called(call, order, objects.store, task)
         except CannotOpen as refusal:
             return refusal.outcome
+        except RayFailed as fault:
+            return failed(fault.kind, str(fault))
         except BaseException as fault:
             return raised(fault)
         finally:
@@ -272,16 +280,35 @@ class RunHost:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
 
+    def _run_with_ray(self, order: RunOrder, task: RunningTask) -> RunOutcome:
+        """Run the command as the driver of a Ray cluster of its own, or a node of this cluster. Raises
+        RayFailed."""
+        node = RayNode(order, self._host)
+        if self._rendezvous is None:
+            return DriverRun(order, task, node, None).run()
+        if not self._meet(task, order.key):
+            return RunOutcome("stopped")
+        if order.rank:
+            self._rendezvous.close()
+            return run_node(order, task, node)
+        return DriverRun(order, task, node, self._rendezvous.listen()).run()
+
     def _wait_for_all(self, task: RunningTask, key: RunKey) -> bool:
         """Return True when all ranks are ready; False if the run has to stop instead."""
+        assert self._rendezvous is not None
+        begins = self._meet(task, key)
+        self._rendezvous.close()
+        if begins:
+            announce_rendezvous(task.rank_zero_address)
+        return begins
+
+    def _meet(self, task: RunningTask, key: RunKey) -> bool:
+        """Offer the reserved port, and wait as `_wait_for_all` does."""
         assert self._rendezvous is not None
         self._offer = self._rendezvous.address
         self._journal.add(ready(key, self._offer))
         begins = task.wait_for_go()
         self._offer = ""
-        self._rendezvous.close()
-        if begins:
-            announce_rendezvous(task.rank_zero_address)
         return begins
 
     def _refuse(self, order: RunOrder, outcome: RunOutcome) -> None:

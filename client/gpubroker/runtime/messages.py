@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
-PROTOCOL = 9
+PROTOCOL = 10
 """The number of the form in which agent and run process communicate; the first value of every call of the
 agent."""
-SPOKEN = (5, 6, 7, 8, PROTOCOL)
+SPOKEN = (5, 6, 7, 8, 9, PROTOCOL)
 """The forms that this release understands, the newest last. A run outlives the agent that started its
 process, and an agent starts processes of the software that is installed by then, so a release also
 understands the forms since the last release. Both sides use the newest form that they share."""
@@ -34,7 +34,9 @@ KNOWS_UPLOADS = 8
 """The first form in which a process knows that its directory is a copy of an upload, whose modules come first
 on Python's path."""
 
-KNOWS_ENVIRONMENTS = 9
+STARTS_RAY = 9
+"""The first form in which a process starts a Ray cluster for a run that asks for one."""
+KNOWS_ENVIRONMENTS = 10
 """The first form in which a process hands its run over to the interpreter of an environment."""
 
 ENDED_WELL = b'{"exit_code":0}'
@@ -68,6 +70,8 @@ class RunKey(NamedTuple):
 
 OF_DIRECTORIES = ("upload", "outputs")
 """The fields of a RunOrder that concern directories, which earlier releases do not know."""
+OF_RAY = ("cpu", "custom")
+"""The fields of a RunOrder that only a program with Ray needs. Earlier releases ignore them."""
 
 OF_ENVIRONMENTS = ("environment", "interpreter", "prefix", "brought", "container")
 """The fields of a RunOrder that concern environments, which earlier releases do not know."""
@@ -109,6 +113,10 @@ class RunOrder:
     directory."""
     outputs: tuple[str, ...] = ()
     """The patterns of the files in the run's directory that are collected at its end."""
+    cpu: float | None = None
+    """The number of CPUs that the run asked for; None if the order does not say."""
+    custom: tuple[tuple[str, float], ...] = ()
+    """(name, amount) of the custom resources that the run asked for."""
 
     environment: str = ""
     """The key of the environment of the run; empty for that of the service."""
@@ -127,9 +135,11 @@ class RunOrder:
         return RunKey(self.task, self.fence, self.rank)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the fields of the order, without those of directories and environments if they are empty:
-        earlier releases do not know them."""
+        """Return the fields of the order, without those of directories, of Ray and of environments if they
+        are empty: earlier releases do not know them."""
         left_out = fields_left_out(self.upload or self.outputs, self.environment)
+        if self.cpu is None:
+            left_out += OF_RAY
         return {name: getattr(self, name) for name in _names_of(RunOrder) if name not in left_out}
 
     @classmethod

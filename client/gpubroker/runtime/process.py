@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import json
 import os
 import pwd
 import secrets
@@ -21,6 +22,9 @@ found by it."""
 
 INSTANCE_MARK = "GPUBROKER_INSTANCE"
 """The variable with the id of the run's broker, because several brokers may share a machine."""
+
+RAY_VARIABLE = "GPUBROKER_RAY"
+"""The variable that says which Ray cluster the run asks for: private or shared."""
 
 NODE_MARK = "GPUBROKER_NODE"
 """The variable with the run's node, because several nodes may be on one machine."""
@@ -52,6 +56,11 @@ word after it has the end."""
 
 NICENESS = 5
 """The niceness of a run, so that the agent and the service get the CPU first on a busy machine."""
+
+OBJECT_STORE_SHARE = 0.3
+"""The share of the host memory for objects, as in Ray itself."""
+LEAST_OBJECT_STORE_MB = 75
+"""Ray refuses less."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -141,7 +150,9 @@ def take_process(order: RunOrder, setup: ProcessSetup) -> None:
     os.environ["GPUBROKER_ATTEMPT"] = str(order.attempt)
     if order.resume_uri is not None:
         os.environ["GPUBROKER_RESUME_URI"] = order.resume_uri
-    if order.barrier:
+    if order.kind == "command" and order.cpu is not None:
+        os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps(resources_of_own_ray(order))
+    if order.barrier and RAY_VARIABLE not in order.env:
         os.environ |= place_among_ranks(order)
     if FRACTIONS in order.env:
         os.environ |= memory_limits(order, os.environ)
@@ -207,6 +218,25 @@ def memory_limits(order: RunOrder, env: Mapping[str, str]) -> dict[str, str]:
     return limits
 
 
+def resources_of_own_ray(order: RunOrder) -> dict[str, float]:
+    """Return the resources of a Ray that the command of a run starts itself. Ray would take all CPUs of the
+    machine otherwise.
+
+    Ray counts whole CPUs and needs one for any work, so a run with less than one CPU gets one.
+    """
+    resources: dict[str, float] = {"CPU": max(1, int(order.cpu or 0)), "GPU": len(order.leases)}
+    if order.memory_mb:
+        store_mb = object_store_mb(order.memory_mb)
+        resources["object_store_memory"] = store_mb * 2**20
+        resources["memory"] = max(0, order.memory_mb - store_mb) * 2**20
+    return resources
+
+
+def object_store_mb(memory_mb: int) -> int:
+    """Return the part of a run's host memory that its Ray uses for objects."""
+    return max(LEAST_OBJECT_STORE_MB, int(OBJECT_STORE_SHARE * memory_mb))
+
+
 def place_among_ranks(order: RunOrder) -> dict[str, str]:
     """Return the variables that libraries for distributed work read.
 
@@ -248,6 +278,11 @@ class RendezvousPort:
     @property
     def address(self) -> str:
         return f"{self._host}:{self._socket.getsockname()[1]}"
+
+    def listen(self) -> socket.socket:
+        """Return a socket that listens on the port."""
+        self._socket.listen()
+        return self._socket
 
     def close(self) -> None:
         """Free the port for the code of the run."""

@@ -144,6 +144,11 @@ class SubmitOptions(TypedDict, total=False):
     modules: Sequence[Any]
     """Modules, or their names, that are pickled along with a function; other modules are imported on the
     node."""
+    ray: bool | str
+    """True makes the task, or the whole gang, a Ray cluster of what it leases, and its command the driver.
+    `"shared"` lets the command use the service's own Ray, if the operator allows that."""
+    ray_dashboard: bool
+    """True starts the dashboard of the task's own Ray cluster."""
     outputs: Sequence[str]
     """Patterns of files in the run's directory that are collected at its end, such as `["runs/**"]`."""
     idempotency_key: str
@@ -261,6 +266,8 @@ def plain(name: str, value: Any) -> Any:
         return list(value)
     if name == "environment":
         return environment_body(value)
+    if name == "ray":
+        return {True: "private", False: ""}.get(value, value)
     if name == "upload":
         if not isinstance(value, ObjectRef):
             raise WrongArgument("upload must be what put_directory returns in a body that is made in advance")

@@ -50,6 +50,12 @@ class RunTokens:
         return base64.b32encode(signed).decode().rstrip("=").lower()
 
 
+def ray_token_of(key: bytes, task: TaskId, fence: Fence) -> str:
+    """Return the token of the Ray cluster of one attempt. Every leader makes the same, so ranks that join
+    late know it too. It opens nothing else."""
+    return hmac.new(key, f"ray.{task}.{fence}".encode(), hashlib.sha256).hexdigest()
+
+
 def _signed_text(run: RunOfToken) -> str:
     return f"{run.task}.{run.fence}" + (f".{_CODE}" if run.brings_code else "")
 

@@ -33,6 +33,7 @@ KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "retry_on": Since("0.3.0", "retry_on"),
     "upload": Since("0.3.0", "upload and outputs"),
     "environment": Since("0.3.0", "environments"),
+    "ray": Since("0.3.0", "a Ray cluster of a task"),
     "secret": Since("0.3.0", "secrets in env"),
     "stack": Since("0.3.0", "reading stacks"),
     "pause": _PAUSE,

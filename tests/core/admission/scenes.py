@@ -38,7 +38,10 @@ DEFAULTS = Defaults(
             priority=79, gpu_mb=8192, cpu=2.0, memory_mb=Mib(4096), timeout_seconds=Seconds(900.0)
         )
     },
-    profiles={"scorer": NamedDefaults(cpu=1.0, gpus=0, max_retries=2, max_concurrency=100)},
+    profiles={
+        "scorer": NamedDefaults(cpu=1.0, gpus=0, max_retries=2, max_concurrency=100),
+        "trainer": NamedDefaults(gpus=1),
+    },
 )
 RULES = AdmissionPolicy(Permissions(POLICY, ("myteam.*:*",), "3.11", "3.1", ("SEED",)), DEFAULTS)
 CALL = RunSpec("entrypoint", "myteam.training:train", arguments=b"{}")

@@ -1,5 +1,6 @@
 """From a submission to a task or its refusals."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from gpubroker_server.core.admission.submission import Asked, AskedTimes
 from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
 from gpubroker_server.core.domain.estimates import SketchKey, What
 from gpubroker_server.core.domain.holders import External, Model, WorkerSeat
+from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.submission import ItemTerms, RunSpec, SeatTerms, StoredState, bytes_of
 from gpubroker_server.core.domain.task import Dependency, TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds, TaskId
@@ -271,3 +273,29 @@ def test_a_task_that_gets_its_arguments_later_keeps_their_bytes() -> None:
     new = admitted()
     filled = with_run(new, replace(new.spec, arguments=b"12345"))
     assert (filled.task.queued_bytes, filled.task.id) == (5, new.task.id)
+
+
+def test_rank_may_name_a_profile_and_an_unknown_one_is_refused() -> None:
+    gang = Asked(bundles=(Asked(profile="trainer"), Asked(cpu=2.0)))
+    assert [rank.gpus for rank in admitted(demand=gang).task.demand.bundles] == [1, 0]
+    unknown = Asked(bundles=(Asked(profile="nobody"), Asked(cpu=2.0)))
+    assert faults(demand=unknown) == [("unknown", "/resources/bundles")]
+
+
+class TooSmall(OneNode, frozen=True):
+    """A fleet that no demand with GPUs fits."""
+
+    def refusal(self, demand: Demand) -> Refusal | None:
+        return Refusal("exceeds-capacity", "there are no 9 GPUs", "gpus")
+
+
+def test_refusal_names_ranks_with_gpus_only_by_the_profile_of_the_task() -> None:
+    spec, ask = replace(CALL, profile="trainer"), partial(refused, fleet=TooSmall())
+    found = ask(spec=spec, demand=Asked(bundles=(Asked(gpus=9), Asked(cpu=2.0))))
+    hint = (
+        "there are no 9 GPUs; ranks that state no GPUs have those of profile trainer (rank 1): give gpus: 0"
+    )
+    assert found.faults[0].message.startswith(hint)
+    for stated in (Asked(bundles=(Asked(gpus=9), Asked(cpu=2.0, gpus=0))), Asked(gpus=9), Demand(gpus=9)):
+        assert ask(spec=spec, demand=stated).faults[0].message == "there are no 9 GPUs"
+    assert ask(demand=Asked(gpus=9)).faults[0].message == "there are no 9 GPUs"

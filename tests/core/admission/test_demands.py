@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from gpubroker.wire.forecasts import Sizing
 from gpubroker_server.core.admission.defaults import NamedDefaults
-from gpubroker_server.core.admission.demands import demand_of
+from gpubroker_server.core.admission.demands import demand_of, ranks_with_gpus_of_profile
 from gpubroker_server.core.admission.sizing import UNKNOWN_SIZE
 from gpubroker_server.core.admission.submission import Asked
 from gpubroker_server.core.domain.demand import Demand, PlacementConstraints
@@ -18,13 +18,15 @@ NOTHING = NamedDefaults()
 TYPE = NamedDefaults(gpu_mb=100, cpu=2.0)
 L4, H100 = PlacementConstraints(kinds=("L4",)), PlacementConstraints(kinds=("H100",))
 
+PROFILES = {"trainer": NamedDefaults(gpus=1, gpu_mb=8192, cpu=4.0)}
+
 
 def learn(_demand: Demand) -> Sizing:
     return replace(UNKNOWN_SIZE, gpu_mb=Mib(7))
 
 
 def demand(usual: NamedDefaults = NOTHING, **asked: Any) -> Demand:
-    return demand_of(Asked(**asked), usual, 1.0, learn)
+    return demand_of(Asked(**asked), usual, PROFILES.__getitem__, 1.0, learn)
 
 
 @pytest.mark.parametrize(
@@ -102,3 +104,25 @@ def test_ranks_of_one_learned_size_are_learned_once() -> None:
     assert new.spec.sizing is not None
     assert new.spec.sizing.message.startswith("it gets whole GPUs")
     assert [rank.gpus for rank in new.task.demand.bundles] == [1, 1, 0]
+
+
+def test_rank_with_a_profile_of_its_own_has_the_sizes_of_that() -> None:
+    trainer, rollout = Asked(profile="trainer"), Asked(cpu=2.0)
+    ranks = demand(NamedDefaults(), bundles=(trainer, rollout, Asked(profile="trainer", gpus=0))).bundles
+    assert [(rank.gpus, rank.gpu_mb, rank.cpu) for rank in ranks] == [
+        (1, 8192, 4.0),
+        (0, None, 2.0),
+        (0, None, 4.0),
+    ]
+
+
+def test_ranks_that_have_gpus_only_by_the_profile_of_the_task_are_found() -> None:
+    usual = NamedDefaults(gpus=1)
+    for bundles, found in (
+        ((Asked(gpus=1), Asked(cpu=2.0)), [1]),
+        ((Asked(gpus=1), Asked(cpu=2.0, gpus=0)), []),
+        ((Asked(profile="trainer"), Asked(cpu=2.0)), [1]),
+        ((Asked(cpu=1.0), Asked(cpu=2.0)), []),
+    ):
+        asked = Asked(bundles=bundles)
+        assert list(ranks_with_gpus_of_profile(asked, demand(usual, bundles=bundles))) == found

@@ -18,12 +18,14 @@ PROGRAM = """
 import json, os, sys
 os.environ["RAY_TMPDIR"], told, address = sys.argv[1:4]  # where somebody's cluster has left its address
 import ray
-ray.init(address=address or None, num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+ray.init(address=address or None, include_dashboard=False, object_store_memory=80 * 2**20)
 @ray.remote
 def add(a, b):
     return a + b
 seen = {"sum": ray.get(add.remote(1, 2)), "address": ray.get_runtime_context().gcs_address}
 seen["nodes"] = [node["NodeID"] for node in ray.nodes()]
+resources = ray.cluster_resources()
+seen["cpus"], seen["gpus"] = resources.get("CPU"), resources.get("GPU")
 seen["token"] = os.environ["RAY_AUTH_TOKEN"]
 ray.shutdown()
 json.dump(seen, open(told, "w"))
@@ -37,12 +39,14 @@ def head(service: ServiceProcess) -> HeadState:
     return state
 
 
+NOBODY = "127.0.0.1:1"
+"""The address of a cluster that is over."""
+
+
 @pytest.fixture
-def bait(head: HeadState) -> Iterator[Path]:
-    """A directory of Ray in which the service's own cluster is the newest one."""
+def ray_tmpdir() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="gpb-", dir="/tmp") as folder:  # the paths of sockets are short
         (Path(folder) / "ray").mkdir()
-        (Path(folder) / "ray" / "ray_current_cluster").write_text(head.address)
         yield Path(folder)
 
 
@@ -98,21 +102,29 @@ def test_pickled_functions_ranks_items_and_set_workers_are_refused_too(
         check_variables(variables, service, head)
 
 
-@pytest.mark.parametrize("address", ["", "auto"])
-def test_a_command_gets_a_ray_of_its_own_whatever_is_on_disk(
-    broker: Broker, service: ServiceProcess, head: HeadState, bait: Path, tmp_path: Path, address: str
+@pytest.mark.parametrize(("address", "is_stale"), [("", False), ("", True), ("auto", False)])
+def test_command_gets_its_own_ray_beside_a_live_or_stale_cluster_file(
+    broker: Broker,
+    service: ServiceProcess,
+    head: HeadState,
+    ray_tmpdir: Path,
+    tmp_path: Path,
+    address: str,
+    is_stale: bool,
 ) -> None:
+    """Its Ray has the CPUs and GPUs of the run, and ends with it."""
+    (ray_tmpdir / "ray" / "ray_current_cluster").write_text(NOBODY if is_stale else head.address)
     told = tmp_path / "told"
-    command = [sys.executable, "-c", PROGRAM, str(bait), str(told), address]
-    task = broker.submit(command, cpu=1, timeout_seconds=PATIENCE_SECONDS)
+    command = [sys.executable, "-c", PROGRAM, str(ray_tmpdir), str(told), address]
+    task = broker.submit(command, cpu=1, gpu_mb=1024, timeout_seconds=PATIENCE_SECONDS)
     ended = broker.wait(task, timeout_seconds=PATIENCE_SECONDS)
     assert ended.state == "succeeded", broker.outcome(task)
     seen = json.loads(told.read_text())
-    assert seen["sum"] == 3
-    assert seen["address"] != head.address
+    assert (seen["sum"], seen["cpus"], seen["gpus"]) == (3, 1, 1)
+    assert seen["address"] not in (head.address, NOBODY)
     assert len(seen["nodes"]) == 1
     assert seen["token"] != (service.data_dir / "ray-token").read_text().strip()
-    until(lambda: not left_of(bait), "nothing of its Ray is left")
+    until(lambda: not left_of(ray_tmpdir), "nothing of its Ray is left")
 
 
 def left_of(folder: Path) -> list[str]:

@@ -56,7 +56,8 @@ ArrayWord = Annotated[
 
 
 @options_of_submit(
-    but="bundles strategy min_ranks max_retries wait follow wait_timeout dry_run batch all_or_nothing"
+    but="bundles strategy min_ranks max_retries wait follow wait_timeout dry_run batch all_or_nothing "
+    "ray ray_dashboard"
 )
 def map_(
     context: typer.Context,

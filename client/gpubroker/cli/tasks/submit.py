@@ -215,6 +215,15 @@ Requirements = Annotated[
     typer.Option(metavar="PACKAGE", help="Package that each node installs once, as 'numpy>=2'; repeatable."),
 ]
 Container = Annotated[str | None, typer.Option(metavar="IMAGE", help="Container image to run a command in.")]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="[private|shared]",
+        help="Make the task, or the gang, a Ray cluster of what it leases; the command is its driver.",
+    ),
+]
+RayDashboard = Annotated[bool, typer.Option("--ray-dashboard", help="Start the dashboard of --ray.")]
 Key = Annotated[str | None, typer.Option(help="Submits with the same key make one task.")]
 Hold = Annotated[
     bool, typer.Option("--hold", help="Keep it in the queue until `gpubroker release` releases it.")
@@ -246,12 +255,10 @@ WaitTimeout = Annotated[
 
 
 class UploadingCommand(TyperCommand):
-    """A command whose `--upload` may stand without a directory."""
+    """A command whose `--upload` and `--ray` may stand without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        args = [
-            word for number, word in enumerate(args) for word in _with_directory(word, args[number + 1 :])
-        ]
+        args = [word for number, word in enumerate(args) for word in _with_value(word, args[number + 1 :])]
         return super().parse_args(ctx, args)
 
 
@@ -266,8 +273,11 @@ class CommandAfterDashes(UploadingCommand):
         return super().parse_args(ctx, args)
 
 
-def _with_directory(word: str, following: list[str]) -> list[str]:
-    """Return the words to parse in place of `word`: `--upload` without a directory becomes `--upload=.`."""
+def _with_value(word: str, following: list[str]) -> list[str]:
+    """Return the words to parse in place of `word`: `--upload` without a directory becomes `--upload=.`, and
+    `--ray` without a kind `--ray=private`."""
+    if word == "--ray":
+        return [word] if following[:1] in (["private"], ["shared"]) else [f"{word}=private"]
     if word != "--upload":
         return [word]
     is_named = bool(following) and not following[0].startswith("-")
@@ -327,6 +337,8 @@ class SubmitParameters(NamedTuple):
     requirements: Requirements = None
     container: Container = None
     outputs: Outputs = None
+    ray: Ray = None
+    ray_dashboard: RayDashboard = False
     idempotency_key: Key = None
     held: Hold = False
     wait: Wait = False

@@ -233,6 +233,7 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "profile": task.profile,
         "upload": task.upload[:12],
         "environment": _environment(task.environment),
+        "ray": f"a {task.ray} cluster" if task.ray else None,
         "gpu": demand(task.resources.raw),
         "size": task.sizing.message if task.sizing else None,
         "node": task.node,

@@ -8,6 +8,7 @@ import os
 import platform
 import signal
 import struct
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
@@ -25,6 +26,13 @@ _PIDFD_GET_INFO = 0xC040FF0B
 """The ioctl of linux/pidfd.h that fills a `struct pidfd_info` of 64 bytes, whose last field is the exit
 status."""
 _PIDFD_INFO_EXIT = 8
+_KERNEL_THREAD = 0x00200000
+"""PF_KTHREAD in the flags of /proc/<pid>/stat."""
+SEARCHES_AFTER_A_FIND = 4
+"""The number of whole searches in a row that must find nothing, once one has found a process."""
+_READS = 3
+BARE_SECONDS = 10.0
+"""The time for which a process without arguments and environment may belong to a run."""
 _MARKS = frozenset(mark.encode() for mark in (INSTANCE_MARK, NODE_MARK, RUN_MARK))
 
 
@@ -139,10 +147,32 @@ def is_alive(process: ProcessId) -> bool:
 def marks_of(pid: int) -> dict[str, str]:
     """Return the variables in a process's environment that name the run that started it; empty if no run
     did."""
+    return _marks_in(_environment_of(pid) or b"")
+
+
+def _marks_in(environment: bytes) -> dict[str, str]:
+    items = (item.partition(b"=") for item in environment.split(b"\0"))
+    return {os.fsdecode(name): os.fsdecode(text) for name, _, text in items if name in _MARKS}
+
+
+def _environment_of(pid: int) -> bytes | None:
+    """Return the environment of a process; empty if it has none, is gone, or belongs to another user. Return
+    None if it cannot be told now.
+
+    A process shows neither arguments nor environment for a moment while it calls exec, and when it ends. As
+    both are read one after the other, they are read again before the environment counts as empty.
+    """
     with contextlib.suppress(OSError):
-        items = (item.partition(b"=") for item in _read(f"/proc/{pid}/environ").split(b"\0"))
-        return {os.fsdecode(name): os.fsdecode(text) for name, _, text in items if name in _MARKS}
-    return {}
+        for _ in range(_READS):
+            if environment := _read(f"/proc/{pid}/environ"):
+                # A process that calls exec between two reads of a large environment cuts it off.
+                return environment if len(environment) % _CHUNK else None
+            if not _read(f"/proc/{pid}/cmdline"):
+                stat = _read(f"/proc/{pid}/stat")
+                state, *fields = stat[stat.rindex(b")") + 2 :].split(None, 7)
+                has_none = state in (b"Z", b"X") or int(fields[5]) & _KERNEL_THREAD
+                return b"" if has_none else None
+    return b""
 
 
 def files_opened_by(pid: int) -> Iterator[str]:
@@ -317,19 +347,33 @@ async def kill_leftovers(instance: str, mark: str, log: Path, since_ticks: int =
 
     A process belongs to the run if its environment has the run's mark, or if it has the run's log open. The
     mark alone is not enough: a child that was forked and never called exec shows the environment of its
-    parent.
+    parent. A process that is just calling exec, or ending, shows nothing: it is looked at again, for a while.
     """
     marks = {RUN_MARK: mark, INSTANCE_MARK: instance}
+    bare_since: dict[ProcessId, float] = {}
+    searches_to_come = 1
 
-    def is_left(pid: int) -> bool:
-        return str(log) in files_opened_by(pid) or marks.items() <= marks_of(pid).items()
+    def is_left(process: ProcessId) -> bool | None:
+        """Return None if that cannot be told now."""
+        if str(log) in files_opened_by(process.pid):
+            return True
+        environment = _environment_of(process.pid)
+        if environment is not None:
+            return marks.items() <= _marks_in(environment).items()
+        since = bare_since.setdefault(process, time.monotonic())
+        return None if time.monotonic() - since < BARE_SECONDS else False
 
     def are_gone() -> bool:
-        ids = [
-            e.id for e in process_table().values() if e.id.start_ticks >= since_ticks and is_left(e.id.pid)
-        ]
-        kill_all(ids)
-        return not ids
+        nonlocal searches_to_come
+        new = [e.id for e in process_table().values() if e.id.start_ticks >= since_ticks]
+        found = [(process, is_left(process)) for process in new]
+        kill_all([process for process, left in found if left])
+        if any(left is not False for _, left in found):
+            # One that was started during this search may not be in the table that the search has read.
+            searches_to_come = SEARCHES_AFTER_A_FIND
+            return False
+        searches_to_come -= 1
+        return searches_to_come <= 0
 
     await _until(are_gone)
 

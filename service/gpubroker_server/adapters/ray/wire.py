@@ -10,8 +10,8 @@ from typing import Any
 
 import msgpack
 import msgspec
+from gpubroker.runtime.messages import OF_RAY, RunOrder, fields_left_out
 from gpubroker.runtime.messages import Report as WireReport
-from gpubroker.runtime.messages import RunOrder, fields_left_out
 from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, LIMITS_MB
 from msgspec.structs import astuple
 
@@ -45,10 +45,10 @@ from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, OutputPart, PartAnswer
 
-PROTOCOL = 13
+PROTOCOL = 14
 """The number of the newest protocol between driver and agent. The first value of every message is the number
 of its protocol."""
-SPOKEN = (8, 9, 10, 11, 12, PROTOCOL)
+SPOKEN = (8, 9, 10, 11, 12, 13, PROTOCOL)
 """The protocols that this release speaks, the newest last. An agent outlives the service that started it, so
 a release also speaks the protocols since the last release. Both sides use the newest one that they share."""
 
@@ -69,7 +69,10 @@ function instead of the object, and would end the worker of a set with its objec
 UNPACKS_UPLOADS = 12
 """The first protocol in which agents unpack the uploaded directory of a run and collect its outputs. An
 earlier agent would start the run in another directory."""
-PREPARES_ENVIRONMENTS = 13
+STARTS_RAY = 13
+"""The first protocol in which agents start a Ray cluster for a run that asks for one. An earlier agent would
+run the command once per rank, without a cluster."""
+PREPARES_ENVIRONMENTS = 14
 """The first protocol in which agents prepare environments. An earlier agent would start the run in the
 service's own."""
 _OBJECT_ID = re.compile(rb'(?:"object":"|\x8c@)[0-9a-f]{64}')
@@ -120,6 +123,8 @@ def least_form_for(payload: RunPayload) -> int:
     spec = payload.spec
     if spec.environment is not None:
         return PREPARES_ENVIRONMENTS
+    if spec.ray:
+        return STARTS_RAY
     if spec.upload or spec.outputs:
         return UNPACKS_UPLOADS
     if spec.items is not None or spec.seat is not None or _OBJECT_ID.search(payload.arguments) is not None:
@@ -209,12 +214,15 @@ class OrderWriter:
             "checkpoint_limit_bytes": self._checkpoint_limit_bytes,
         }
         left_out = fields_left_out(spec.upload or spec.outputs, spec.environment)
-        return {name: given[name] for name in _RUN_ORDER if name in given and name not in left_out}
+        # Only commands start a Ray of their own.
+        names = _RUN_ORDER + OF_RAY if spec.kind == "command" else _RUN_ORDER
+        return {name: given[name] for name in names if name in given and name not in left_out}
 
 
-_RUN_ORDER = tuple(field.name for field in dataclasses.fields(RunOrder))
+_FIELDS = tuple(field.name for field in dataclasses.fields(RunOrder))
+_RUN_ORDER = tuple(name for name in _FIELDS if name not in OF_RAY)
 _OF_ORDER, _OF_PAYLOAD, _OF_SPEC = (
-    tuple(name for name in _RUN_ORDER if name in kind.__struct_fields__ and name != "environment")
+    tuple(name for name in _FIELDS if name in kind.__struct_fields__ and name != "environment")
     for kind in (StartOrder, RunPayload, RunSpec)
 )
 _of_order, _of_payload, _of_spec = attrgetter(*_OF_ORDER), attrgetter(*_OF_PAYLOAD), attrgetter(*_OF_SPEC)

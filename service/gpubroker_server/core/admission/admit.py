@@ -1,6 +1,7 @@
 """Turn a submission into a task or its refusals, in one pass for every kind of submitter."""
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Final, assert_never
 
@@ -10,7 +11,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpubroker_server.core.admission.defaults import Defaults, NamedDefaults
-from gpubroker_server.core.admission.demands import settled_demand
+from gpubroker_server.core.admission.demands import (
+    ProfileDefaults,
+    ranks_with_gpus_of_profile,
+    settled_demand,
+)
 from gpubroker_server.core.admission.environments import EnvironmentPolicy, check_environment, environment_for
 from gpubroker_server.core.admission.facts import INVALID, Facts, Refused, refused_at
 from gpubroker_server.core.admission.feasibility import (
@@ -20,7 +25,8 @@ from gpubroker_server.core.admission.feasibility import (
     new_nodes_could_take,
 )
 from gpubroker_server.core.admission.permissions import SECRETS_SCOPE, Permissions, lacks
-from gpubroker_server.core.admission.submission import Sender, Submission
+from gpubroker_server.core.admission.ray_clusters import ray_defaults, ray_fault, with_ray_defaults
+from gpubroker_server.core.admission.submission import Asked, Sender, Submission
 from gpubroker_server.core.admission.times import UNTIMED, Timing, timing_of
 from gpubroker_server.core.domain.demand import Demand, environment_of, in_environment, interned
 from gpubroker_server.core.domain.environment import environment_key
@@ -76,7 +82,7 @@ def admit(submission: Submission, facts: Facts, policy: AdmissionPolicy) -> Admi
     if submission.times is not None:
         has_dependencies = bool(submission.after)
         timing = timing_of(submission.times, facts.now, has_dependencies=has_dependencies, faults=faults)
-    if submission.stream or submission.spec.profile or submission.after:
+    if submission.stream or submission.spec.profile or submission.after or _names_profiles(submission):
         faults = [*_unknown_names(submission, facts, policy), *faults]
     if faults:
         return Refused(INVALID, faults=tuple(faults))
@@ -125,6 +131,8 @@ def _unknown_names(submission: Submission, facts: Facts, policy: AdmissionPolicy
         yield Refusal("unknown", no_such("work stream", stream, facts.streams), "/stream")
     if profile and profile not in profiles:
         yield Refusal("unknown", no_such("profile", profile, profiles), "/profile")
+    if isinstance(submission.demand, Asked):
+        yield from unknown_rank_profiles(submission.demand, profiles)
     named: list[TaskId] = []
     for index, dependency in enumerate(submission.after):
         id, state = dependency.task, facts.dependencies.get(dependency.task)
@@ -135,6 +143,18 @@ def _unknown_names(submission: Submission, facts: Facts, policy: AdmissionPolicy
             detail = f"task {id} is already at /after/{named.index(id)}; name it once"
             yield Refusal("named-twice", detail, f"/after/{index}/task")
         named.append(id)
+
+
+def _names_profiles(submission: Submission) -> bool:
+    """Return True if some rank of a gang names a profile of its own."""
+    asked = submission.demand
+    return isinstance(asked, Asked) and bool(asked.bundles) and any(rank.profile for rank in asked.bundles)
+
+
+def unknown_rank_profiles(asked: Asked, profiles: Collection[str]) -> Iterator[Refusal]:
+    """Yield a refusal for each profile that ranks of a gang name and that does not exist."""
+    for profile in sorted({rank.profile for rank in asked.bundles} - {"", *profiles}):
+        yield Refusal("unknown", no_such("profile", profile, profiles), "/resources/bundles")
 
 
 def _new_task(
@@ -148,12 +168,16 @@ def _new_task(
         if isinstance(settled_environment, Refused):
             return settled_environment
         spec = replace(spec, environment=settled_environment)
+    of_profile: ProfileDefaults = partial(policy.defaults.named, spec.model_type)
+    if spec.ray:
+        usual, of_profile = with_ray_defaults(usual), ray_defaults(of_profile)
     if isinstance(submission.demand, Demand):
         demand = submission.demand
     else:
         settled = settled_demand(
             submission.demand,
             usual,
+            of_profile,
             policy.defaults.cpu,
             facts.fleet,
             subject,
@@ -164,6 +188,10 @@ def _new_task(
         if isinstance(settled, Refusal):
             return refused_at(_demand_at(spec), settled)
         demand, size = settled
+    if spec.ray:
+        fault = ray_fault(spec, demand, shared_allowed=policy.permissions.shares_ray)
+        if fault is not None:
+            return Refused(INVALID, faults=(fault,))
     if size is not None:
         spec = replace(spec, sizing=size)
     if spec.environment is not None:
@@ -321,13 +349,29 @@ def _impossible(
         if refusal is None and limits.has_quotas and (demand.gpus or demand.bundles):
             refusal = check_quota(demand, facts.fleet.counted_mb(demand), task.tenant, limits)
         if refusal is not None:
-            return refused_at(_demand_at(spec), refusal)
+            return refused_at(_demand_at(spec), _with_profile(refusal, submission, demand))
     if facts.sender is None:
         return None  # the operator's settings give a model its limits
     # The service itself restarts workers of arrays and of sets.
     retries = task.max_retries if spec.items is None and spec.seat is None else 0
     refusal = check_times(task.timeout_seconds, retries, task.grace_seconds, limits)
     return None if refusal is None else refused_at("", refusal)
+
+
+def _with_profile(refusal: Refusal, submission: Submission, demand: Demand) -> Refusal:
+    """Return the refusal with a sentence about ranks that have GPUs only because of the task's profile."""
+    profile, asked = submission.spec.profile, submission.demand
+    if not profile or not isinstance(asked, Asked):
+        return refusal
+    ranks = ranks_with_gpus_of_profile(asked, demand)
+    if not ranks:
+        return refusal
+    numbers = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    hint = (
+        f"ranks that state no GPUs have those of profile {profile} (rank {numbers}): give gpus: 0 in their "
+        "bundles, or name the profile only in the bundles that are meant"
+    )
+    return replace(refusal, message=f"{refusal.message}; {hint}")
 
 
 def _is_there(task: Task, *, held: bool) -> bool:

@@ -1,6 +1,6 @@
 """Make the demand of a task from the resources that a submission asks for and the operator's defaults."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from gpubroker.wire.forecasts import Sizing
@@ -17,6 +17,8 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Refusal
 from gpubroker_server.core.domain.units import Mib
 
+ProfileDefaults = Callable[[str], NamedDefaults]
+"""A function that returns the defaults of a task that names this profile."""
 LearnSize = Callable[[Demand], Sizing]
 """A function that returns the size that earlier runs used on the devices that a demand may use."""
 _WHERE_FIELDS = tuple(field.name for field in fields(PlacementConstraints))
@@ -25,6 +27,7 @@ _WHERE_FIELDS = tuple(field.name for field in fields(PlacementConstraints))
 def settled_demand(
     asked: Asked,
     usual: NamedDefaults,
+    of_profile: ProfileDefaults,
     default_cpu: float,
     fleet: FleetLookup,
     subject: str,
@@ -33,20 +36,25 @@ def settled_demand(
     policy: Policy,
 ) -> tuple[Demand, Sizing | None] | Refusal:
     """Return the demand, with the constraints and amounts of its pool and its limits, and how its size was
-    learned, or None if it was stated. If the pool does not fit the demand, return the refusal."""
+    learned, or None if it was stated. If the pool does not fit the demand, return the refusal.
+
+    `usual` are the defaults of the task; a rank that names a profile has those that `of_profile` returns.
+    """
     sizes: dict[Demand, Sizing] = {}
 
     def learn(demand: Demand) -> Sizing:
         return sizes.setdefault(demand, fleet.learned_size(demand, tenant, subject))
 
-    demand = demand_of(asked, usual, default_cpu, learn)
+    demand = demand_of(asked, usual, of_profile, default_cpu, learn)
     pooled = apply_pool(demand, asked.pool, tenant, labels, policy, fleet.gpu_share)
     if isinstance(pooled, Refusal):
         return pooled
     return interned(pooled), _size_in(demand, sizes) if sizes else None
 
 
-def demand_of(asked: Asked, usual: NamedDefaults, default_cpu: float, learn: LearnSize) -> Demand:
+def demand_of(
+    asked: Asked, usual: NamedDefaults, of_profile: ProfileDefaults, default_cpu: float, learn: LearnSize
+) -> Demand:
     """Return the demand without the constraints and amounts of its pool.
 
     A GPU size without a number of GPUs means one GPU. If `cpu` is left out, it is the default, or 0 for a
@@ -54,18 +62,21 @@ def demand_of(asked: Asked, usual: NamedDefaults, default_cpu: float, learn: Lea
     size gets whole devices.
     """
     if asked.bundles:
-        return _gang_demand(asked, usual, default_cpu, learn)
+        return _gang_demand(asked, usual, of_profile, default_cpu, learn)
     gpu_mb = asked.gpu_mb if asked.mentions_gpus else usual.gpu_mb
     return _sized(_process_demand(asked, gpu_mb, usual, default_cpu, NO_CONSTRAINTS), gpu_mb, learn)
 
 
-def _gang_demand(asked: Asked, usual: NamedDefaults, default_cpu: float, learn: LearnSize) -> Demand:
+def _gang_demand(
+    asked: Asked, usual: NamedDefaults, of_profile: ProfileDefaults, default_cpu: float, learn: LearnSize
+) -> Demand:
     """Return the demand of a gang, with one demand per rank. Constraints beside the bundles hold for each
     rank that does not state its own."""
     ranks: list[Demand] = []
     for bundle in asked.bundles:
-        gpu_mb = _rank_gpu_mb(bundle, asked, usual)
-        rank = _process_demand(bundle, gpu_mb, usual, default_cpu, asked.where)
+        own = of_profile(bundle.profile) if bundle.profile else usual
+        gpu_mb = _rank_gpu_mb(bundle, asked, own)
+        rank = _process_demand(bundle, gpu_mb, own, default_cpu, asked.where)
         ranks.append(_sized(rank, gpu_mb, learn))
     custom: dict[str, float] = {}
     least = len(ranks) if asked.min_ranks is None else asked.min_ranks
@@ -80,11 +91,24 @@ def _gang_demand(asked: Asked, usual: NamedDefaults, default_cpu: float, learn: 
     )
 
 
+def ranks_with_gpus_of_profile(asked: Asked, demand: Demand) -> Sequence[int]:
+    """Return the ranks of a gang that state no GPUs beside ranks that do, and got those of the task's
+    profile."""
+    stated = [rank.mentions_gpus or rank.names_devices or bool(rank.profile) for rank in asked.bundles]
+    if not any(stated):
+        return ()
+    ranks = zip(stated, demand.bundles, strict=True)
+    return [number for number, (is_stated, rank) in enumerate(ranks) if rank.gpus and not is_stated]
+
+
 def _rank_gpu_mb(bundle: Asked, gang: Asked, usual: NamedDefaults) -> GpuSize | None:
     """Return the bundle's own GPU size. The default size is used for a bundle that only restricts devices,
-    and for all ranks if no bundle mentions GPUs or devices."""
+    and for all ranks if no bundle mentions GPUs or devices. A bundle with a profile of its own has the size
+    of that."""
     if bundle.mentions_gpus:
         return bundle.gpu_mb
+    if bundle.profile:
+        return usual.gpu_mb
     none_mentions = not any(bundle.mentions_gpus or bundle.names_devices for bundle in gang.bundles)
     return usual.gpu_mb if bundle.names_devices or none_mentions else None
 

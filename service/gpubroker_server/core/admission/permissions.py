@@ -48,6 +48,8 @@ class Permissions(Struct, frozen=True):
     set."""
     modules: DefinedNames | None = None
     """The names that modules define; None if this process cannot know them."""
+    shares_ray: bool = False
+    """True if tasks may ask for the service's own Ray."""
 
     def check_run(
         self, sender: Sender, spec: RunSpec, cloudpickle: str | None = None, found_python: str = ""

@@ -27,6 +27,8 @@ class Asked(Struct, frozen=True):
     own."""
     placement: str = "pack"
     pool: str = ""
+    profile: str = ""
+    """The profile of a rank of a gang; empty for that of the task."""
     bundles: tuple["Asked", ...] = ()
     """The resources of each rank of a gang; empty for other tasks."""
     strategy: str = "pack"

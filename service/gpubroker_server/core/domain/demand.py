@@ -203,5 +203,6 @@ def ceiling(offered: Iterable[tuple[Device, int]]) -> NodeUpperBound:
     """Return the upper bound of a node. `offered` has pairs of a device and the MiB that could be leased on
     it."""
     offers = list(offered)
-    amounts = sorted((mb for _, mb in offers), reverse=True)
-    return NodeUpperBound(tuple(amounts), sum(mb >= device.allocatable_mb for device, mb in offers))
+    amounts = sorted([mb for _, mb in offers], reverse=True)
+    whole = [mb for device, mb in offers if mb >= device.allocatable_mb]
+    return NodeUpperBound(tuple(amounts), len(whole))

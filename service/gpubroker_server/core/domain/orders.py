@@ -69,6 +69,9 @@ class StartOrder(_RunOrder, frozen=True):
     shares: tuple[tuple[Mib, float], ...] = ()
     """For each device, the MiB and the share of its memory that libraries may allocate beside the CUDA
     context; empty if they may allocate all."""
+    cpu: float = 0.0
+    custom: tuple[tuple[str, float], ...] = ()
+    """(name, amount) of the custom resources of this rank."""
 
 
 class GoOrder(_RunOrder, frozen=True):
@@ -173,7 +176,7 @@ class Failure(Struct, frozen=True):
     """A stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
     out_of_memory, host_memory_exceeded, over_use, stopped_unasked, corrupt_order, malformed_report, timeout,
     start_timeout, dependency, entrypoint_not_allowed, secret_missing, array_import_failed, object_missing,
-    object_unreadable, no_directory, environment."""
+    object_unreadable, no_directory, ray_failed, ray_unusable, environment."""
     message: str
     traceback: str = ""
 

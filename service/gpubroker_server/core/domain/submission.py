@@ -98,6 +98,11 @@ class RunSpec(Struct, frozen=True):
     """Set for a worker of an array."""
     seat: SeatTerms | None = None
     """Set for a worker of a set."""
+    ray: str = ""
+    """The Ray cluster of the run: `private` for one of its own, of what it leases, or `shared` for that of
+    the service; empty for none."""
+    ray_dashboard: bool = False
+    """True if the run's own Ray cluster has a dashboard."""
 
     @property
     def brings_code(self) -> bool:
@@ -115,6 +120,7 @@ class RunSpec(Struct, frozen=True):
             or self.retry_of is not None
             or self.items is not None
             or self.seat is not None
+            or self.ray
         )
 
 
@@ -233,6 +239,8 @@ CONCURRENCY_VARIABLE = "GPUBROKER_MAX_CONCURRENCY"
 RETRY_VARIABLE = "GPUBROKER_RETRY_OF"
 ARRAY_VARIABLE = "GPUBROKER_ARRAY"
 WORKER_SET_VARIABLE = "GPUBROKER_WORKER_SET"
+RAY_VARIABLE = "GPUBROKER_RAY"
+RAY_DASHBOARD_VARIABLE = "GPUBROKER_RAY_DASHBOARD"
 _TOLD = frozenset(
     {
         ROLES_VARIABLE,
@@ -241,6 +249,8 @@ _TOLD = frozenset(
         RETRY_VARIABLE,
         ARRAY_VARIABLE,
         WORKER_SET_VARIABLE,
+        RAY_VARIABLE,
+        RAY_DASHBOARD_VARIABLE,
     }
 )
 
@@ -254,6 +264,8 @@ def told_variables(spec: RunSpec) -> dict[str, str]:
         RETRY_VARIABLE: spec.retry_of or "",
         ARRAY_VARIABLE: "" if spec.items is None else json.encode(spec.items).decode(),
         WORKER_SET_VARIABLE: "" if spec.seat is None else json.encode(spec.seat).decode(),
+        RAY_VARIABLE: spec.ray,
+        RAY_DASHBOARD_VARIABLE: "1" if spec.ray_dashboard else "",
     }
     return {name: text for name, text in variables.items() if text}
 
@@ -282,6 +294,8 @@ def with_told(spec: RunSpec) -> RunSpec:
         retry_of=None if retry_of is None else TaskId(retry_of),
         items=None if items is None else json.decode(items, type=ItemTerms),
         seat=None if seat is None else json.decode(seat, type=SeatTerms),
+        ray=spec.env.get(RAY_VARIABLE, ""),
+        ray_dashboard=RAY_DASHBOARD_VARIABLE in spec.env,
     )
 
 
@@ -386,8 +400,10 @@ ARRAY_IMPORT_FAILED = "array_import_failed"
 `max_retries` of workers are for items that crash their worker."""
 NO_DIRECTORY = "no_directory"
 """Failure kind of a task whose working directory is missing on its node or cannot be entered by its user."""
+RAY_UNUSABLE = "ray_unusable"
+"""Failure kind of a task whose program has no Ray, or one that is too old for its cluster."""
 WITHDRAWN = frozenset(
-    {ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, ARRAY_IMPORT_FAILED, OBJECT_MISSING, NO_DIRECTORY}
+    {ENTRYPOINT_NOT_ALLOWED, SECRET_MISSING, ARRAY_IMPORT_FAILED, OBJECT_MISSING, NO_DIRECTORY, RAY_UNUSABLE}
 )
 """Failure kinds of starts that would fail again at each retry."""
 

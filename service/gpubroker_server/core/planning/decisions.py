@@ -145,6 +145,7 @@ def _starts(draft: Draft, task: Task, places: Sequence[Placement]) -> tuple[Star
 
 
 def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: int) -> StartOrder:
+    demand = demand_of(task, rank)
     return StartOrder(
         task.id,
         task.fence,
@@ -156,8 +157,10 @@ def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: in
         task.priority,
         world_size,
         barrier=bool(task.demand.bundles),
-        memory_mb=demand_of(task, rank).memory_mb,
+        memory_mb=demand.memory_mb,
         shares=_shares(draft, place),
+        cpu=demand.cpu,
+        custom=demand.custom,
     )
 
 

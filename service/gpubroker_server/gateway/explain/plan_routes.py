@@ -2,6 +2,7 @@
 stored."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Self
 
 from fastapi import Response
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from gpubroker_server.core.admission.admit import no_such
+from gpubroker_server.core.admission.admit import no_such, unknown_rank_profiles
 from gpubroker_server.core.admission.defaults import first
 from gpubroker_server.core.admission.demands import demand_of, settled_demand
 from gpubroker_server.core.admission.facts import refused_at
@@ -26,8 +27,14 @@ from gpubroker_server.gateway.explain.plan import shown_plan
 from gpubroker_server.gateway.explain.viewpoint import viewpoint
 from gpubroker_server.gateway.parts import Parts
 from gpubroker_server.gateway.status.known_names import unknown_tenant
-from gpubroker_server.gateway.submission.resources import MAX_MB, MemoryMb, NamedResources, Resources
-from gpubroker_server.gateway.submission.task_body import Placement, Priority, ProfileName
+from gpubroker_server.gateway.submission.resources import (
+    MAX_MB,
+    MemoryMb,
+    NamedResources,
+    ProfileName,
+    Resources,
+)
+from gpubroker_server.gateway.submission.task_body import Placement, Priority
 from gpubroker_server.gateway.submission.translation import asked_of
 from gpubroker_server.http.bodies import NAME, Body, JsonBody, KindName, Labels, line
 from gpubroker_server.http.faults import invalid, problem_of, refuse
@@ -180,7 +187,10 @@ def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tena
     if asked.profile and asked.profile not in profiles:
         detail = no_such("profile", asked.profile, profiles)
         raise invalid(Fault(pointer=f"{pointer}/profile", detail=detail, code="unknown"))
-    usual = policy.defaults.named(asked.model_type, asked.profile)
+    for refusal in unknown_rank_profiles(asked_of(asked.resources), profiles):
+        raise invalid(Fault(pointer=f"{pointer}{refusal.field}", detail=refusal.message, code=refusal.code))
+    of_profile = partial(policy.defaults.named, asked.model_type)
+    usual = of_profile(asked.profile)
     permissions = policy.permissions
     if asked.priority is not None:
         refuse(permissions.check_priority(caller, asked.priority, tenant, at=f"{pointer}/priority"))
@@ -192,6 +202,7 @@ def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tena
         settled_or_refusal = settled_demand(
             wanted,
             usual,
+            of_profile,
             policy.defaults.cpu,
             submissions.capacity,
             subject,
@@ -208,7 +219,7 @@ def _component(caller: Identity, parts: Parts, body: PlanFleet, index: int, tena
         demand = _without_limits(demand)
     roles = [Resources.model_validate(role.model_dump()) for role in asked.resources.roles.values()]
     apart = tuple(
-        demand_of(asked_of(role, asked.placement), usual, policy.defaults.cpu, _size_is_unknown)
+        demand_of(asked_of(role, asked.placement), usual, of_profile, policy.defaults.cpu, _size_is_unknown)
         for role in roles
     )
     return Component(asked.name, asked.count, demand, priority, apart)

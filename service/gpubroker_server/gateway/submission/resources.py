@@ -50,6 +50,16 @@ MemoryMb = Annotated[int, Field(ge=0, le=1_073_741_824)]
 Custom = Annotated[dict[LabelKey, Annotated[float, Field(gt=0, le=1e9)]], Field(max_length=32)]
 
 
+ProfileName = Annotated[
+    str,
+    line(100),
+    Field(
+        description="The role whose sizes and limits hold for what is left out; `GET /profiles` lists them. "
+        "It goes before the defaults of `model_type`."
+    ),
+]
+
+
 class Role(Body):
     """Resources of one role. A size that is left out is not needed."""
 
@@ -131,6 +141,12 @@ class Amounts(Body):
 class Bundle(Amounts):
     """Resources of one rank of a gang, or of each of `count` equal ranks."""
 
+    profile: Annotated[
+        ProfileName,
+        Field(
+            description="The profile whose sizes hold for what this bundle leaves out. Default: the task's."
+        ),
+    ] = ""
     count: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
 
 

@@ -190,6 +190,8 @@ class Submissions(Struct, frozen=True):
             self.leader.require("upload")
         if spec.environment is not None:
             self.leader.require("environment")
+        if spec.ray:
+            self.leader.require("ray")
         if submission.retry_on != ON_FAILURE:
             self.leader.require("retry_on")
         if spec.env and secrets_named(spec.env) and identity.may(Scope.SECRETS_USE):

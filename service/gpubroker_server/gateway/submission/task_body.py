@@ -24,7 +24,7 @@ from gpubroker_server.core.control.idle_templates import NAME_PREFIX
 from gpubroker_server.core.domain.policy import BAND_NAMES, PRIORITIES_IN_WORDS, priority_of
 from gpubroker_server.core.domain.task import ON_FAILURE, RetryOn
 from gpubroker_server.core.domain.units import DAY_SECONDS
-from gpubroker_server.gateway.submission.resources import NamedResources
+from gpubroker_server.gateway.submission.resources import NamedResources, ProfileName
 from gpubroker_server.gateway.submission.timing import Timed
 from gpubroker_server.http.bodies import ENTRYPOINT, Body, Labels, Name, Text, line
 
@@ -121,16 +121,6 @@ RetryCauses = Annotated[
 ]
 StreamName = Annotated[
     str, line(100), Field(description="The operator's work stream; its weight orders otherwise equal tasks.")
-]
-
-
-ProfileName = Annotated[
-    str,
-    line(100),
-    Field(
-        description="The role whose sizes and limits hold for what is left out; `GET /profiles` lists them. "
-        "It goes before the defaults of `model_type`."
-    ),
 ]
 
 
@@ -334,6 +324,17 @@ class SubmitTask(Timed):
             "environment of the operator. Left out: that of the profile or the model type, or the service's."
         ),
     ] = None
+    ray: Annotated[
+        Literal["", "private", "shared"],
+        Field(
+            description="`private`: the task, or the whole gang, is a Ray cluster of what it leases, and its "
+            "command runs once, as the driver. `shared`: the command may use the service's own Ray, if the "
+            "operator allows that."
+        ),
+    ] = ""
+    ray_dashboard: Annotated[
+        bool, Field(description="The private Ray cluster has a dashboard, on the node of rank 0.")
+    ] = False
     held: Annotated[
         bool, Field(description="It is not planned until it is released: `PATCH` with `held: false`.")
     ] = False

@@ -137,7 +137,10 @@ def asked_of(resources: Resources, placement: str = "pack") -> Asked:
         return NOTHING_ASKED
     asked = _amounts_of(resources.with_sizes(), placement)
     if resources.bundles:
-        ranks = [(_amounts_of(bundle, placement), bundle.count) for bundle in resources.bundles]
+        ranks = [
+            (replace(_amounts_of(bundle, placement), profile=bundle.profile), bundle.count)
+            for bundle in resources.bundles
+        ]
         bundles = tuple(rank for rank, count in ranks for _ in range(count))
         return replace(
             asked,

@@ -23,13 +23,12 @@ from gpubroker_server.core.domain.submission import (
     told_variables,
 )
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.submission.resources import Role
+from gpubroker_server.gateway.submission.resources import ProfileName, Role
 from gpubroker_server.gateway.submission.submissions import Submissions
 from gpubroker_server.gateway.submission.task_body import (
     ENV_BYTES,
     Command,
     Entrypoint,
-    ProfileName,
     SubmitTask,
 )
 from gpubroker_server.http.bodies import Body

@@ -24,6 +24,8 @@ from gpubroker.runtime.messages import (
     is_unproven_end,
 )
 from gpubroker.runtime.output import tail_of_files
+from gpubroker.runtime.process import RAY_VARIABLE
+from gpubroker.runtime.ray_cluster import remove_ray_directories
 
 from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter
 from gpubroker_server.adapters.ray.agent.external_processes import ExternalProcesses
@@ -420,12 +422,19 @@ class NodeRuns:
         """Report that the run is gone. Its devices are measured after its last process has ended."""
         if not run.is_gone:
             await self._kill_leftovers(run.key, process.start_ticks)
-            await asyncio.to_thread(remove_reports_of, self._config.instance, run.key)
+            await asyncio.to_thread(self._remove_files, run)
             leased = [uuid for uuid, _mb in run.order.leases]
             self._report_gone(run, proof, await self.measure(leased) if leased else ())
         self.directories.end(run.key)
         self._files.remove_record(run.key)
         self._cgroups.release(run.key)
+
+    def _remove_files(self, run: AgentRun) -> None:
+        """Remove the temporary files of a run of which no process is left."""
+        remove_reports_of(self._config.instance, run.key)
+        # Of a run that an earlier agent started, only the key is known.
+        if RAY_VARIABLE in run.order.env or run.ordered_at is None:
+            remove_ray_directories(self._config.instance, run.key, dict(self._config.task_env))
 
     async def _prove_absent(self, key: RunKey) -> None:
         await self._kill_leftovers(key)
@@ -462,7 +471,7 @@ class NodeRuns:
     async def _end_stray(self, run: AgentRun) -> None:
         """End a run without a record. Its leases are unknown, so every device is measured after it."""
         await self._kill_leftovers(run.key)
-        await asyncio.to_thread(remove_reports_of, self._config.instance, run.key)
+        await asyncio.to_thread(self._remove_files, run)
         self._report_gone(run, "process_absent", await self.measure())
         self.directories.end(run.key)
 

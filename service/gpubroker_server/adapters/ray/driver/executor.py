@@ -319,7 +319,8 @@ class RayExecutor:
         reason = ""
         if 0 < self._agents.protocol(order.node) < least_form_for(payload):
             reason = (
-                "the agent is of a release that would run this wrong (arrays, objects, worker sets, uploads)"
+                "the agent is of a release that would run this wrong (arrays, objects, worker sets, uploads, "
+                "Ray)"
             )
         elif self._unanswered and self._unanswered_bytes + size_bytes > UNANSWERED_BYTES:
             reason = "too much is on its way to the agents"
