@@ -107,8 +107,8 @@ WITH_RAY = dataclasses.replace(
     UPLOADED, kind="command", env={"A": "b", "GPUBROKER_RAY": "private"}, cpu=2.0, custom=(("fpga", 1.0),)
 )
 """A command that becomes a Ray cluster, which came with form 13 of agents."""
-IN_ENVIRONMENT = dataclasses.replace(UPLOADED, environment="e1")
-"""The run with a directory and an environment, which came with form 14 of agents."""
+IN_ENVIRONMENT = dataclasses.replace(WITH_RAY, environment="e1")
+"""The same with an environment, which came with form 14 of agents."""
 PREPARED = dataclasses.replace(
     IN_ENVIRONMENT, interpreter="/env/bin/python", prefix="/env", brought="/brought/functions"
 )
@@ -127,7 +127,7 @@ START = StartOrder(
 )  # fmt: skip
 RAY_START = replace(START, cpu=2.0, custom=(("fpga", 1.0),))
 IN_ENVIRONMENT_PAYLOAD = replace(
-    UPLOADED_PAYLOAD, spec=replace(UPLOADED_PAYLOAD.spec, environment=ENVIRONMENT), environment="e1"
+    RAY_PAYLOAD, spec=replace(RAY_PAYLOAD.spec, environment=ENVIRONMENT), environment="e1"
 )
 PREPARE_ORDER = prepare_order(
     PrepareOrder(NodeName("n1"), "a.1", "e1", TaskId("t"), "tenant"), ENVIRONMENT, b"archive"

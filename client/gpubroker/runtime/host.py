@@ -136,6 +136,7 @@ class RunHost:
             output = FileOutput(log)
             output.take_over()
             take_process(order, setup)
+            self._host = setup.host
             if order.interpreter and order.kind != "command":
                 self._start_child(order, setup, output)
             else:
@@ -150,7 +151,6 @@ class RunHost:
     def begin_alone(self, order: RunOrder, host_address: str, output: Output) -> None:
         """Begin a run to which this process belongs. `host_address` is the address at which other nodes reach
         this one. Raises OSError if there is no free port for the rendezvous of several ranks."""
-        self._host = host_address
         self._rendezvous = RendezvousPort(host_address) if order.barrier else None
         task = RunningTask(order, self._journal)
         own_process(task)

@@ -36,7 +36,6 @@ on Python's path."""
 
 STARTS_RAY = 9
 """The first form in which a process starts a Ray cluster for a run that asks for one."""
-
 KNOWS_ENVIRONMENTS = 10
 """The first form in which a process hands its run over to the interpreter of an environment."""
 
@@ -136,8 +135,8 @@ class RunOrder:
         return RunKey(self.task, self.fence, self.rank)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the fields of the order, without those of directories, Ray and environments if they are
-        empty: earlier releases do not know them."""
+        """Return the fields of the order, without those of directories, of Ray and of environments if they
+        are empty: earlier releases do not know them."""
         left_out = fields_left_out(self.upload or self.outputs, self.environment)
         if self.cpu is None:
             left_out += OF_RAY

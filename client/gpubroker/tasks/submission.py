@@ -264,10 +264,10 @@ def plain(name: str, value: Any) -> Any:
         if isinstance(value, str):
             raise WrongArgument(f"outputs must be a list; write outputs=[{value!r}]")
         return list(value)
-    if name == "ray":
-        return {True: "private", False: ""}.get(value, value)
     if name == "environment":
         return environment_body(value)
+    if name == "ray":
+        return {True: "private", False: ""}.get(value, value)
     if name == "upload":
         if not isinstance(value, ObjectRef):
             raise WrongArgument("upload must be what put_directory returns in a body that is made in advance")

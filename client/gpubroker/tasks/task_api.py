@@ -131,8 +131,8 @@ class TaskApi(ObjectApi):
         min_device_mb, nodes, prefer_nodes, pool, roles; bundles, strategy, min_ranks; max_retries,
         retry_on, timeout_seconds, grace_seconds; after, held, not_before, queue_ttl_seconds, deadline_at or
         deadline_seconds, expected_seconds; env, working_directory (of commands), upload (a directory that
-        travels with the task), environment (interpreter and packages), modules (of functions), outputs, ray
-        (True: a Ray cluster of its own), ray_dashboard, result_format, idempotency_key.
+        travels with the task), environment (interpreter and packages), modules (of functions), outputs,
+        ray (True: a Ray cluster of its own), ray_dashboard, result_format, idempotency_key.
         """
         options = yield from with_ids_after(self._ask, target, options)
         body = yield from fitting_body(self._send, target, args, options)

@@ -193,15 +193,6 @@ Outputs = Annotated[
         help="Files to collect when a run has ended, such as 'runs/**'; repeatable. See gpubroker outputs.",
     ),
 ]
-Ray = Annotated[
-    str | None,
-    typer.Option(
-        "--ray",
-        metavar="[private|shared]",
-        help="Make the task, or the gang, a Ray cluster of what it leases; the command is its driver.",
-    ),
-]
-RayDashboard = Annotated[bool, typer.Option("--ray-dashboard", help="Start the dashboard of --ray.")]
 Environment = Annotated[
     str | None,
     typer.Option(
@@ -224,6 +215,15 @@ Requirements = Annotated[
     typer.Option(metavar="PACKAGE", help="Package that each node installs once, as 'numpy>=2'; repeatable."),
 ]
 Container = Annotated[str | None, typer.Option(metavar="IMAGE", help="Container image to run a command in.")]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="[private|shared]",
+        help="Make the task, or the gang, a Ray cluster of what it leases; the command is its driver.",
+    ),
+]
+RayDashboard = Annotated[bool, typer.Option("--ray-dashboard", help="Start the dashboard of --ray.")]
 Key = Annotated[str | None, typer.Option(help="Submits with the same key make one task.")]
 Hold = Annotated[
     bool, typer.Option("--hold", help="Keep it in the queue until `gpubroker release` releases it.")

@@ -214,14 +214,15 @@ class OrderWriter:
             "checkpoint_limit_bytes": self._checkpoint_limit_bytes,
         }
         left_out = fields_left_out(spec.upload or spec.outputs, spec.environment)
-        if spec.kind != "command":  # only commands start a Ray of their own
-            left_out += OF_RAY
-        return {name: given[name] for name in _RUN_ORDER if name in given and name not in left_out}
+        # Only commands start a Ray of their own.
+        names = _RUN_ORDER + OF_RAY if spec.kind == "command" else _RUN_ORDER
+        return {name: given[name] for name in names if name in given and name not in left_out}
 
 
-_RUN_ORDER = tuple(field.name for field in dataclasses.fields(RunOrder))
+_FIELDS = tuple(field.name for field in dataclasses.fields(RunOrder))
+_RUN_ORDER = tuple(name for name in _FIELDS if name not in OF_RAY)
 _OF_ORDER, _OF_PAYLOAD, _OF_SPEC = (
-    tuple(name for name in _RUN_ORDER if name in kind.__struct_fields__ and name != "environment")
+    tuple(name for name in _FIELDS if name in kind.__struct_fields__ and name != "environment")
     for kind in (StartOrder, RunPayload, RunSpec)
 )
 _of_order, _of_payload, _of_spec = attrgetter(*_OF_ORDER), attrgetter(*_OF_PAYLOAD), attrgetter(*_OF_SPEC)

@@ -163,14 +163,14 @@ def _new_task(
     spec, subject = submission.spec, _subject_of(submission)
     usual = policy.defaults.named(spec.model_type, spec.profile)
     size: Sizing | None = None
-    of_profile: ProfileDefaults = partial(policy.defaults.named, spec.model_type)
-    if spec.ray:
-        usual, of_profile = with_ray_defaults(usual), ray_defaults(of_profile)
     if spec.environment is not None or usual.environment:
         settled_environment = environment_for(spec, usual, policy.defaults, policy.permissions.python)
         if isinstance(settled_environment, Refused):
             return settled_environment
         spec = replace(spec, environment=settled_environment)
+    of_profile: ProfileDefaults = partial(policy.defaults.named, spec.model_type)
+    if spec.ray:
+        usual, of_profile = with_ray_defaults(usual), ray_defaults(of_profile)
     if isinstance(submission.demand, Demand):
         demand = submission.demand
     else:

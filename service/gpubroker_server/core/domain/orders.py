@@ -176,7 +176,7 @@ class Failure(Struct, frozen=True):
     """A stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
     out_of_memory, host_memory_exceeded, over_use, stopped_unasked, corrupt_order, malformed_report, timeout,
     start_timeout, dependency, entrypoint_not_allowed, secret_missing, array_import_failed, object_missing,
-    object_unreadable, no_directory, environment, ray_failed, ray_unusable."""
+    object_unreadable, no_directory, ray_failed, ray_unusable, environment."""
     message: str
     traceback: str = ""
 

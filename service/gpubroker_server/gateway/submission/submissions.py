@@ -188,10 +188,10 @@ class Submissions(Struct, frozen=True):
             facts = replace(facts, streams=tuple(streams))
         if spec.upload or spec.outputs:
             self.leader.require("upload")
-        if spec.ray:
-            self.leader.require("ray")
         if spec.environment is not None:
             self.leader.require("environment")
+        if spec.ray:
+            self.leader.require("ray")
         if submission.retry_on != ON_FAILURE:
             self.leader.require("retry_on")
         if spec.env and secrets_named(spec.env) and identity.may(Scope.SECRETS_USE):

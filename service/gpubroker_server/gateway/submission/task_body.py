@@ -316,6 +316,14 @@ class SubmitTask(Timed):
             "any directories.",
         ),
     ] = ()
+    environment: Annotated[
+        GivenEnvironment | None,
+        BeforeValidator(_named_environment),
+        Field(
+            description="The interpreter and the packages of its runs; a string is the name of an "
+            "environment of the operator. Left out: that of the profile or the model type, or the service's."
+        ),
+    ] = None
     ray: Annotated[
         Literal["", "private", "shared"],
         Field(
@@ -327,14 +335,6 @@ class SubmitTask(Timed):
     ray_dashboard: Annotated[
         bool, Field(description="The private Ray cluster has a dashboard, on the node of rank 0.")
     ] = False
-    environment: Annotated[
-        GivenEnvironment | None,
-        BeforeValidator(_named_environment),
-        Field(
-            description="The interpreter and the packages of its runs; a string is the name of an "
-            "environment of the operator. Left out: that of the profile or the model type, or the service's."
-        ),
-    ] = None
     held: Annotated[
         bool, Field(description="It is not planned until it is released: `PATCH` with `held: false`.")
     ] = False
