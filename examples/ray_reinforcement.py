@@ -27,7 +27,7 @@ from pathlib import Path
 
 import ray
 
-PLACES, MOST_STEPS = 9, 40
+PLACES, MAX_STEPS = 9, 40
 EPISODES = 16
 """The episodes that each rollout worker plays in an iteration."""
 
@@ -39,7 +39,7 @@ Episode = tuple[list[tuple[int, bool]], float]
 
 def play(weights: Weights, luck: random.Random) -> Episode:
     place, steps = PLACES // 2, []
-    while 0 < place < PLACES - 1 and len(steps) < MOST_STEPS:
+    while 0 < place < PLACES - 1 and len(steps) < MAX_STEPS:
         to_right = luck.random() < probability(weights[place])
         steps.append((place, to_right))
         place += 1 if to_right else -1

@@ -25,7 +25,7 @@ TIMES, RUNS, SUBMITS = 50, 200, 100
 runs equally often."""
 MEASURED = 100
 """The number of operations for which memory is measured."""
-MOST_CALLED = 300
+MAX_CALLED = 300
 """The number of functions of which the calls are kept."""
 BATCH = 1000
 ITEMS_BEFORE, ITEMS_COUNTED = 750, 1000
@@ -85,7 +85,7 @@ def _summed(path: str, counts: CallCounts, memory: Memory, operations: int, unit
         {process: memory.live_bytes.get(process, 0.0) / units for process in calls},
         memory.peak_bytes / units,
         {
-            process: [(name, count / operations) for name, count in counts.most_called(process, MOST_CALLED)]
+            process: [(name, count / operations) for name, count in counts.most_called(process, MAX_CALLED)]
             for process in calls
         },
     )

@@ -20,7 +20,7 @@ from time import process_time
 from typing import TypeVar
 
 from gpubroker_server.bootstrap.process import make_full_collections_rare
-from gpubroker_server.broker.planner import MOST_TURNS
+from gpubroker_server.broker.planner import MAX_TURNS
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
@@ -216,7 +216,7 @@ class Leader:
                     self.last_admission_s = sum(taken)
                 elif decision.why == "preempt":
                     self.preempted += ((self.now, name) for name in names)
-            cursor, turns = plan.cursor, MOST_TURNS
+            cursor, turns = plan.cursor, MAX_TURNS
             if cursor is None:
                 self.start(admitted)
                 return taken

@@ -8,9 +8,9 @@ from gpubroker.wire.explanations import DeviceVerdict, Explanation
 from gpubroker.wire.tasks import Task
 
 _MIB_PER_GIB = 1024
-_MOST_ROWS = 100
+_MAX_ROWS = 100
 """The most rows of a table. A notebook keeps all of its outputs."""
-_MOST_DEVICES = 24
+_MAX_DEVICES = 24
 
 
 def html_of_task(task: Task) -> str:
@@ -58,7 +58,7 @@ def html_of_explanation(explained: Explanation) -> str:
         listed = "".join(f"<li>{_text(remedy.message)}</li>" for remedy in explained.remedies)
         parts.append(f"<p>What would help:</p><ul>{listed}</ul>")
     if explained.devices:
-        parts.append(_table(_DEVICE_HEAD, map(_device_row, explained.devices[:_MOST_DEVICES])))
+        parts.append(_table(_DEVICE_HEAD, map(_device_row, explained.devices[:_MAX_DEVICES])))
     return "".join(parts)
 
 
@@ -90,8 +90,8 @@ def _device_row(device: DeviceVerdict) -> tuple[str, ...]:
 
 
 def _cut(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    more = f"<p>{len(rows) - _MOST_ROWS} more are not shown</p>" if len(rows) > _MOST_ROWS else ""
-    return _table(head, rows[:_MOST_ROWS]) + more
+    more = f"<p>{len(rows) - _MAX_ROWS} more are not shown</p>" if len(rows) > _MAX_ROWS else ""
+    return _table(head, rows[:_MAX_ROWS]) + more
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -23,7 +23,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)]*))?\)")
 FENCED_ANY = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 TARGET = re.compile(r"(?<=\])\([^)\s]+\)")
-MOST_COLUMNS = 140
+MAX_COLUMNS = 140
 CONFLICT = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
 PRIVATE_PATH = re.compile(r"(?<![\w.~}])/(?:home|root|work|Users)/\w|\.\./shared\b")
 
@@ -179,7 +179,7 @@ def test_lines_of_pages_are_short_enough_to_be_compared() -> None:
         f"{page.relative_to(ROOT)}:{number}"
         for page in sorted((ROOT / "docs").rglob("*.md"))
         for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
-        if not line.lstrip().startswith("|") and len(TARGET.sub("", line)) > MOST_COLUMNS
+        if not line.lstrip().startswith("|") and len(TARGET.sub("", line)) > MAX_COLUMNS
     ]
     assert long == []
 

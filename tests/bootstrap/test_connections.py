@@ -30,7 +30,7 @@ LIMITS = {
 NOWHERE = {"servers": [{"name": "main", "http_url": "http://127.0.0.1:1"}]}
 """A data plane in front of the other routes; its server is never asked here."""
 
-MOST_GROWTH_BYTES = 16 * 2**20
+MAX_GROWTH_BYTES = 16 * 2**20
 EMPTY = b"{}"
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -145,7 +145,7 @@ def test_a_head_without_end_is_refused_and_not_kept(service: ServiceProcess, wha
         answer = client.send_until_answered(chain([HEALTH + first], pieces))
         assert codes(answer) in ([431], [400]), answer
         assert client.sent_bytes < 8 * 2**20
-    assert rss_bytes(service) - before < MOST_GROWTH_BYTES
+    assert rss_bytes(service) - before < MAX_GROWTH_BYTES
 
 
 def test_a_path_without_end_is_refused(service: ServiceProcess) -> None:
@@ -190,7 +190,7 @@ def test_trailers_and_extensions_of_chunks_without_end_are_not_kept(service: Ser
             client.send(client.head("/tasks", "Transfer-Encoding: chunked\r\n", "POST"))
             client.send_until_answered(chain([start], repeat(b"x" * 65536, 400)))
             assert client.sent_bytes < 8 * 2**20
-        assert rss_bytes(service) - before < MOST_GROWTH_BYTES
+        assert rss_bytes(service) - before < MAX_GROWTH_BYTES
 
 
 def test_trailers_are_read_and_dropped(service: ServiceProcess) -> None:

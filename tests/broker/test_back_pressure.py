@@ -31,7 +31,7 @@ class WatchedStore(ForgetfulStore):
 async def test_reports_wait_at_the_executor_while_too_many_are_in_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox, "MOST_REPORTS", 0)
+    monkeypatch.setattr(inbox, "MAX_REPORTS", 0)
     store = WatchedStore()
     async with a_stage(tmp_path, store) as stage:
         await stage.submit("one", seconds=600)

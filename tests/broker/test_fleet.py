@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from gpubroker_server.broker.fleet import DIAGNOSIS_SECONDS, MOST_NEWS, HostUse
+from gpubroker_server.broker.fleet import DIAGNOSIS_SECONDS, MAX_NEWS, HostUse
 from gpubroker_server.core.control.alarm import Threshold
 from gpubroker_server.core.control.backpressure import Pressure
 from gpubroker_server.core.control.finding_dates import FindingDate
@@ -234,12 +234,12 @@ async def test_a_cycle_tells_some_of_many_news(tmp_path: Path) -> None:
     async with a_stage(tmp_path) as stage:
         stage.fleet_rules = FleetRules(thresholds={"queue:*": Threshold(1.0, 0.5)})
         await stage.lead()
-        for n in range(MOST_NEWS + 1):
+        for n in range(MAX_NEWS + 1):
             await stage.submit(f"t{n}", tenant=f"team{n}", not_before=LATER)
         fleet = stage.leader.fleet
         assert fleet is not None
         await fleet.look()
-        for expected in (MOST_NEWS, 1, 0):
+        for expected in (MAX_NEWS, 1, 0):
             found = fleet.take()
             assert len(found) == expected
             fleet.told(found)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpubroker_server.broker.inference_dispatch import MOST_QUEUES, InferenceDispatcher
+from gpubroker_server.broker.inference_dispatch import MAX_QUEUES, InferenceDispatcher
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder
 from gpubroker_server.core.domain.orders import Ended, Ending, Report
@@ -246,16 +246,16 @@ async def test_idle_queues_are_removed_beyond_a_limit() -> None:
     client = Doubling()
     async with a_room(client, BatchRules(delay_seconds=Seconds(0.001))) as room:
         before = len(asyncio.all_tasks())
-        for at in range(MOST_QUEUES):
+        for at in range(MAX_QUEUES):
             room.send(f"t{at}", 1, model=f"m{at}")
-        await room.ended(MOST_QUEUES)
+        await room.ended(MAX_QUEUES)
         client.goes_on.clear()
         room.send("a", 1, model="more")
         await until(lambda: len(asyncio.all_tasks()) == before + 2)  # its lane, and its request
         client.goes_on.set()
-        assert "a" in await room.ended(MOST_QUEUES + 1)
+        assert "a" in await room.ended(MAX_QUEUES + 1)
         room.send("b", 1, model="m0")
-        assert "b" in await room.ended(MOST_QUEUES + 2)
+        assert "b" in await room.ended(MAX_QUEUES + 2)
 
 
 async def test_an_unknown_inference_can_be_dropped() -> None:

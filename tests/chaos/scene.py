@@ -43,7 +43,7 @@ from tests.contracts.scenes import a_submission
 DEVICES = tuple(ReportedDevice(f"gpu{i}", "H100", i, Mib(80 * GIB), True) for i in range(2))
 NODE = NodeName("n1")
 RULES = InventoryRules("test")
-MOST_ROUNDS = 20
+MAX_ROUNDS = 20
 """More rounds than a task needs to end."""
 
 
@@ -179,7 +179,7 @@ class Scene:
 
     async def finish(self) -> None:
         """Bring every task to its end and release all memory."""
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             if not (self.world.tasks or self.world.leases or self.world.requests):
                 self._later_seconds = 0.0
                 return

@@ -125,7 +125,7 @@ def test_a_map_of_no_items_yields_nothing_and_asks_nothing(do: Do, service: Reco
 def test_an_endless_iterator_is_refused_with_the_limit(
     do: Do, service: RecordedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpubroker.tasks.array_api.MOST_ITEMS", 1000)
+    monkeypatch.setattr("gpubroker.tasks.array_api.MAX_ITEMS", 1000)
     numbers = itertools.count()
     for name in ("map", "submit_array"):
         with pytest.raises(WrongArgument, match="at most 1000 items, and there are more"):

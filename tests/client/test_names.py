@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from gpubroker import AsyncBroker, Refused, Submission, task
-from gpubroker.tasks.submission import MOST_BODY_BYTES
+from gpubroker.tasks.submission import MAX_BODY_BYTES
 
 from tests.client.conftest import Do
 from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task, outcome, page
@@ -141,7 +141,7 @@ def test_a_name_in_a_batch_means_its_task_before_an_older_one(service: RecordedS
         Submission("a:b", name="split"),
         Submission("a:b", after=["split", "nightly", 0]),
         Submission("a:b", after=[nightly]),
-        Submission("a:b", "x" * MOST_BODY_BYTES, after=["nightly"]),
+        Submission("a:b", "x" * MAX_BODY_BYTES, after=["nightly"]),
     ]
     do("submit_many", batch)
     search, *_, sent = service.requests

@@ -300,7 +300,7 @@ def test_a_command_is_killed_at_its_time_limit_and_by_a_notice() -> None:
 
 
 def test_results_that_nobody_takes_hold_the_next_item_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpubroker.runtime.items.MOST_UNANSWERED_BYTES", 10)
+    monkeypatch.setattr("gpubroker.runtime.items.MAX_UNANSWERED_BYTES", 10)
     worker = Worker(str, [10**20, 2, 3])
     worker.hold(worker.next(), (0, 3))
     report = worker.next()

@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 from gpubroker import Broker, Submission, WrongArgument, task
 from gpubroker.runtime.objects import opened_object
-from gpubroker.tasks.submission import MOST_BODY_BYTES, SubmitOptions, submission_body
+from gpubroker.tasks.submission import MAX_BODY_BYTES, SubmitOptions, submission_body
 
 from tests.client.conftest import Do
 from tests.client.recorded_service import RecordedService, Reply, Request, a_task
@@ -157,7 +157,7 @@ def stores(service: RecordedService, reply: Reply) -> list[bytes]:
 
 @pytest.mark.parametrize(
     ("target", "value"),
-    [("a:b", "x" * MOST_BODY_BYTES), (len, b"x" * MOST_BODY_BYTES), (len, {"w": bytearray(MOST_BODY_BYTES)})],
+    [("a:b", "x" * MAX_BODY_BYTES), (len, b"x" * MAX_BODY_BYTES), (len, {"w": bytearray(MAX_BODY_BYTES)})],
 )
 def test_arguments_too_large_for_a_request_travel_as_objects(
     service: RecordedService, do: Do, target: Any, value: Any
@@ -178,7 +178,7 @@ def test_arguments_too_large_for_a_request_travel_as_objects(
 
 
 def test_the_other_ways_to_submit_store_large_arguments_too(service: RecordedService, do: Do) -> None:
-    large = "x" * MOST_BODY_BYTES
+    large = "x" * MAX_BODY_BYTES
     batch = Reply(207, {"items": [{"status": 202, "id": "task_1"}]})
     for reply, name, given in (
         (batch, "submit_many", [[Submission("a:b", large)]]),
@@ -201,7 +201,7 @@ def test_items_too_large_to_be_copied_are_objects_each(service: RecordedService,
 
 
 def a_function_with_large_data() -> Any:
-    table = bytearray(MOST_BODY_BYTES)
+    table = bytearray(MAX_BODY_BYTES)
     return lambda *args, **kwargs: (len(table), args, kwargs)
 
 
@@ -223,7 +223,7 @@ def test_function_that_refers_to_large_data_travels_as_an_object(service: Record
         opened = opened_object(memoryview(taken[0]), unpickles=True)
         # The run replaces the reference by the function.
         assert function(*args, **kwargs | {"gpubroker_function": opened}) == (
-            MOST_BODY_BYTES,
+            MAX_BODY_BYTES,
             (7,),
             {"a": 1},
         ), name
@@ -246,5 +246,5 @@ def test_a_simulation_leaves_out_a_function_that_refers_to_large_data(
 
 def test_a_simulation_leaves_large_arguments_out(service: RecordedService, do: Do) -> None:
     service.reply_with(Reply(200, {"verdict": "starts"}))
-    do("simulate", "a:b", "x" * MOST_BODY_BYTES, gpus=1)
+    do("simulate", "a:b", "x" * MAX_BODY_BYTES, gpus=1)
     assert service.requests[0].body["run"]["args"] == []

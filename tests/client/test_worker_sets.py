@@ -7,7 +7,7 @@ import cloudpickle
 import httpx
 import pytest
 from gpubroker import AsyncBroker, Broker, CallFailed, ObjectRef, Refused, ResultUnreadable, WrongArgument
-from gpubroker.tasks.submission import MOST_BODY_BYTES
+from gpubroker.tasks.submission import MAX_BODY_BYTES
 
 from tests.client.command_line import Run
 from tests.client.recorded_service import RecordedService, Reply
@@ -73,7 +73,7 @@ def test_a_failed_call_is_not_repeated_and_has_the_methods_traceback(service: Re
 def test_arguments_of_a_call_too_large_for_a_request_travel_as_objects(
     service: RecordedService, pickled: bool
 ) -> None:
-    large = "x" * MOST_BODY_BYTES
+    large = "x" * MAX_BODY_BYTES
     service.always_at = {"/objects": Reply(201, {"id": "a" * 64, "size_bytes": 9})}
     service.always = Reply(200, {"worker": "t", "attempt": 1, "result": 7, "data_base64": None})
     with Broker(service.url, "gpb_secret") as broker:

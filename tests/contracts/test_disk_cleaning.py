@@ -287,10 +287,10 @@ def test_pass_is_bounded_and_leaves_checkpoints_it_could_not_see_whole(
 ) -> None:
     for n in range(6):
         put(top / "job" / f"{n}.pt")
-    monkeypatch.setattr(disk_cleaning, "MOST_DELETED", 2)
+    monkeypatch.setattr(disk_cleaning, "MAX_DELETED", 2)
     answer = Node(tmp_path / "agent", root(top)).ask()
     assert (len(answer.files), answer.kept["next_pass"]) == (2, 4)
-    monkeypatch.setattr(disk_cleaning, "MOST_FILES", 5)
+    monkeypatch.setattr(disk_cleaning, "MAX_FILES", 5)
     cut = Node(tmp_path / "agent", root(top)).ask()
     assert "more than 5 files" in cut.message
     assert Node(tmp_path / "agent", root(top, FileClass.CHECKPOINT)).ask().files == []

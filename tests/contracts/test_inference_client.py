@@ -13,7 +13,7 @@ from gpubroker_server.ports.inferences import InferenceFailed, InferenceFault
 
 from tests.patience import PATIENCE_SECONDS
 
-MOST_BYTES = 100_000
+MAX_BYTES = 100_000
 QUESTION = InferenceRequest((tensor_of("x", "INT8", [1, 1], [1]),))
 
 
@@ -34,7 +34,7 @@ async def an_asker(head: bytes, piece: bytes) -> AsyncIterator[tuple[TritonInfer
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    client = TritonInferenceClient(TritonServer("lab", "127.0.0.1", port, b"lab"), MOST_BYTES)
+    client = TritonInferenceClient(TritonServer("lab", "127.0.0.1", port, b"lab"), MAX_BYTES)
     try:
         yield client, left
     finally:
@@ -70,7 +70,7 @@ async def a_reader(bytes_a_turn: int) -> AsyncIterator[tuple[TritonInferenceClie
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    client = TritonInferenceClient(TritonServer("lab", "127.0.0.1", port, b"lab"), MOST_BYTES)
+    client = TritonInferenceClient(TritonServer("lab", "127.0.0.1", port, b"lab"), MAX_BYTES)
     try:
         yield client, read
     finally:

@@ -121,7 +121,7 @@ async def test_no_more_than_a_few_unreachable_peers_are_kept(closed_port: int) -
         ports.try_all([Peer("not while others are tried", "127.0.0.1", (closed_port,))])
         assert ports._trying is not None
         await ports._trying
-    assert [node for node, _, _ in ports.unreached] == [f"1-{n}" for n in range(peers.MOST_KEPT)]
+    assert [node for node, _, _ in ports.unreached] == [f"1-{n}" for n in range(peers.MAX_KEPT)]
 
 
 def test_each_node_tries_each_other_one_in_its_turn() -> None:

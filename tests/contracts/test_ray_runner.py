@@ -113,7 +113,7 @@ async def test_a_call_is_answered_in_bytes(worker: Runner) -> None:
 async def test_calls_beyond_what_its_agent_leaves_are_refused_at_once(
     worker: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "MOST_CALLS", 2)
+    monkeypatch.setattr(runner_module, "MAX_CALLS", 2)
     GOES_ON.clear()
     calls = [asyncio.create_task(call(worker, "wait")) for _ in range(2)]
     await asyncio.sleep(0)

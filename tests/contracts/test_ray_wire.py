@@ -9,7 +9,7 @@ from gpubroker_server.adapters.ray.wire import PROTOCOL, OrderWriter, pack, unpa
 from gpubroker_server.core.domain.device import DeviceSample, Node
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
-    MOST_HELD,
+    MAX_HELD,
     Checkpointed,
     Ended,
     Ending,
@@ -214,7 +214,7 @@ def test_a_malformed_report_that_names_no_run_is_dropped(told: object) -> None:
 
 def test_both_sides_know_how_many_items_a_worker_holds() -> None:
     assert carried(ITEMS) == [ItemsReported(T, F, AT, 1, (), ((0, 2), (2, 5), (7, 8)), 10)]
-    for ranges in (((0, MOST_HELD),), *NO_RANGES):
+    for ranges in (((0, MAX_HELD),), *NO_RANGES):
         told = ("items", "t", 3, 0, 1000.0, 1, (), ranges, 10)
         assert is_report(told) is (ranges not in NO_RANGES)
         assert isinstance(carried(told)[0], ItemsReported) is (ranges not in NO_RANGES)

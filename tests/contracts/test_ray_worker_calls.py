@@ -252,7 +252,7 @@ async def test_an_answer_of_another_type_or_size_is_none(
 
 
 async def test_only_so_many_processes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MOST_ACTORS", 2)
+    monkeypatch.setattr(calls, "MAX_ACTORS", 2)
     actors = Actors(monkeypatch, call=Remote(pack(("done", b"2", 0.5))))
     for fence in (1, 2, 3, 3, 1):
         await actors.calls.call("n1", "t", fence, PATIENCE_SECONDS, b"packed")

@@ -230,7 +230,7 @@ async def test_results_are_paged_filtered_and_lines(gateway: Gateway, api: Clien
 async def test_an_answer_ends_with_the_page_that_makes_it_large(
     gateway: Gateway, api: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpubroker_server.gateway.arrays.items.MOST_BYTES", 300)
+    monkeypatch.setattr("gpubroker_server.gateway.arrays.items.MAX_BYTES", 300)
     seen = await submitted(api, tuple(range(3)), max_parallel=1)
     await gateway.admit(seen["id"])
     for number in range(3):
@@ -376,7 +376,7 @@ async def test_large_pages_are_written_at_once() -> None:
 
 
 async def test_too_many_items_are_refused(api: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpubroker_server.gateway.arrays.submit.MOST_ITEMS", 2)
+    monkeypatch.setattr("gpubroker_server.gateway.arrays.submit.MAX_ITEMS", 2)
     refused = await api.post("/arrays", json={"run": RUN, "items": [1, 2, 3]})
     assert "at most 2 items; there are 3" in fault(refused, "/items")
 

@@ -9,14 +9,14 @@ import pytest
 from tests.gateway import call_stage
 from tests.gateway.inference_stage import INFER, Heard, a_stage
 
-MOST_BYTES = 2**20
+MAX_BYTES = 2**20
 TENSOR = bytes(range(256)) * 4096
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 async def test_a_compressed_body_arrives_as_it_came(encoding: str) -> None:
     body = gzip.compress(TENSOR) if encoding == "gzip" else zlib.compress(TENSOR)
-    async with a_stage(heard := Heard(), most_body_bytes=MOST_BYTES) as stage:
+    async with a_stage(heard := Heard(), most_body_bytes=MAX_BYTES) as stage:
         for _ in range(2):
             assert (await stage.ask("POST", INFER, body, Content_Encoding=encoding))[0] == 200
         client = await stage.connect()
@@ -41,15 +41,15 @@ async def test_a_large_compressed_body_goes_on_while_it_comes() -> None:
 
 
 BOMBS = {
-    "one": gzip.compress(bytes(MOST_BYTES + 1)),
-    "of several members": gzip.compress(bytes(MOST_BYTES)) + gzip.compress(b"x"),
-    "larger": gzip.compress(bytes(200 * MOST_BYTES)),
+    "one": gzip.compress(bytes(MAX_BYTES + 1)),
+    "of several members": gzip.compress(bytes(MAX_BYTES)) + gzip.compress(b"x"),
+    "larger": gzip.compress(bytes(200 * MAX_BYTES)),
 }
 
 
 @pytest.mark.parametrize("what", BOMBS)
 async def test_a_body_that_inflates_to_too_much_is_refused(what: str) -> None:
-    async with a_stage(heard := Heard(), most_body_bytes=MOST_BYTES) as stage:
+    async with a_stage(heard := Heard(), most_body_bytes=MAX_BYTES) as stage:
         status, _, answer = await stage.ask("POST", INFER, BOMBS[what], Content_Encoding="gzip")
         assert (status, b"payload-too-large" in answer) == (413, True)
         client = await stage.connect()
@@ -81,14 +81,14 @@ async def test_a_body_that_is_not_what_it_says_is_refused() -> None:
 
 
 async def test_a_compressed_message_over_grpc_may_not_inflate_to_more_either() -> None:
-    async with call_stage.a_stage(heard := call_stage.Heard(), most_body_bytes=MOST_BYTES) as stage:
+    async with call_stage.a_stage(heard := call_stage.Heard(), most_body_bytes=MAX_BYTES) as stage:
         compressing = {"compression": grpc.Compression.Gzip, "metadata": stage.own}
         infer = stage.channel.unary_unary(call_stage.INFER)
-        assert await infer(TENSOR[: MOST_BYTES // 2], **compressing) == TENSOR[: MOST_BYTES // 2]
+        assert await infer(TENSOR[: MAX_BYTES // 2], **compressing) == TENSOR[: MAX_BYTES // 2]
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await infer(bytes(200 * MOST_BYTES), **compressing)
+            await infer(bytes(200 * MAX_BYTES), **compressing)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert heard.messages == [TENSOR[: MOST_BYTES // 2]]
+    assert heard.messages == [TENSOR[: MAX_BYTES // 2]]
 
 
 async def test_a_server_that_is_away_is_told_of_when_the_body_is_there() -> None:

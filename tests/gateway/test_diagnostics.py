@@ -6,7 +6,7 @@ import httpx
 import pytest
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.core.control.finding_dates import FindingDate
-from gpubroker_server.core.control.findings.finding import MOST_OF_A_KIND
+from gpubroker_server.core.control.findings.finding import MAX_OF_A_KIND
 from gpubroker_server.core.control.findings.work import StuckTask
 from gpubroker_server.core.control.fleet import FleetSeen
 from gpubroker_server.core.control.idle import Idle
@@ -73,13 +73,13 @@ async def test_tenant_is_told_of_its_own_tasks_however_many_others_have_findings
 ) -> None:
     acme = await gateway.client("a", tenant="acme")
     zeta = await gateway.client("z", "tasks:read", "tasks:write", "cluster:read", tenant="zeta")
-    for _ in range(MOST_OF_A_KIND):
+    for _ in range(MAX_OF_A_KIND):
         await gateway.admit(await acme.submit(resources={"gpu_mb": 1024}))
     await gateway.admit(await zeta.submit(resources={"gpu_mb": 1024}, name="mine"))
     gateway.fleet = FleetSeen(idle=(Idle(key("gpu0"), 0.01, Instant(NOW)),))
     gateway.clock.advance(400.0)
     assert [one["subject"] for one in await diagnosed(zeta)] == ["n1/gpu0 mine"]
-    assert len(await diagnosed(gateway.admin)) == MOST_OF_A_KIND
+    assert len(await diagnosed(gateway.admin)) == MAX_OF_A_KIND
 
 
 async def test_worst_finding_is_first_and_an_undated_one_is_as_old_as_its_answer(

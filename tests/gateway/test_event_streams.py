@@ -95,7 +95,7 @@ async def test_commits_during_the_replay_come_once(
 async def test_burst_beyond_the_queue_is_read_from_the_log(
     gateway: Gateway, api: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriptions, "MOST_QUEUED", 3)
+    monkeypatch.setattr(subscriptions, "MAX_QUEUED", 3)
     async with listening(gateway, api) as listener:
         messages = await listener.through(gateway.world.position)
         listener.takes.clear()

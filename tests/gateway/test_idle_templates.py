@@ -8,8 +8,8 @@ from gpubroker_server.core.control.idle_templates import TemplateSeen
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Term
 from gpubroker_server.gateway.cluster.idle_templates import (
-    MOST_BYTES,
-    MOST_TEMPLATES,
+    MAX_BYTES,
+    MAX_TEMPLATES,
     fill,
 )
 from gpubroker_server.ports.store import TaskFilter
@@ -165,12 +165,12 @@ async def test_a_template_says_nothing_that_the_service_chooses(api: Client) -> 
         assert [fault["pointer"] for fault in refused["errors"]] == [f"/task/{field}"]
     gang = a_body(resources={"bundles": [{"gpus": 1}]})
     problem(await api.post("/idle-templates", json=a_template(task=gang)), 422, "validation-failed")
-    large = a_body({"entrypoint": "myteam.training:train", "args": ["x" * MOST_BYTES]})
+    large = a_body({"entrypoint": "myteam.training:train", "args": ["x" * MAX_BYTES]})
     problem(await api.post("/idle-templates", json=a_template(task=large)), 422, "validation-failed")
 
 
 async def test_there_are_so_many_at_most(api: Client) -> None:
-    for n in range(MOST_TEMPLATES):
+    for n in range(MAX_TEMPLATES):
         await made(api, f"t{n}")
     problem(await api.post("/idle-templates", json=a_template("more")), 422, "validation-failed")
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from gpubroker_server.core.admission.submission import Submission
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.gateway.hot.known_bodies import MOST_KNOWN, KnownBodies
+from gpubroker_server.gateway.hot.known_bodies import MAX_KNOWN, KnownBodies
 from gpubroker_server.gateway.submission.task_body import SubmitTask
 from gpubroker_server.gateway.submission.translation import submission_of
 from gpubroker_server.http.routing import Call
@@ -62,9 +62,9 @@ def test_bodies_of_several_kinds_are_known_at_once() -> None:
 
 def test_only_so_many_kinds_of_bodies_are_known() -> None:
     reading = Reading()
-    for n in [*range(MOST_KNOWN + 1), 0]:
+    for n in [*range(MAX_KNOWN + 1), 0]:
         reading.read(TEXT % (b"1", b"%d" % n))
-    assert len(reading.whole) == MOST_KNOWN + 2
+    assert len(reading.whole) == MAX_KNOWN + 2
 
 
 @pytest.mark.parametrize(

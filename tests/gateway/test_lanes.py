@@ -10,7 +10,7 @@ from gpubroker_server.core.serving.lane import LaneRules
 from gpubroker_server.http.identity import Identity
 from gpubroker_server.http.problems import Problem
 from gpubroker_server.inference.body_buffer import BUFFER_BYTES
-from gpubroker_server.inference.lanes import MOST_LANES, NO_WISH, LaneOptions, Lanes, QueueWish
+from gpubroker_server.inference.lanes import MAX_LANES, NO_WISH, LaneOptions, Lanes, QueueWish
 
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import INFER, OK, Connection, Stage, a_request, a_stage
@@ -350,9 +350,9 @@ SOMEBODY = Identity("me", "default", ("*",), 50)
 async def test_the_number_of_idle_lanes_is_limited() -> None:
     lanes = Lanes(LaneOptions())
     kept = lanes.enter(b"kept", SOMEBODY, NO_WISH)
-    for number in range(MOST_LANES + 10):
+    for number in range(MAX_LANES + 10):
         lanes.enter(b"%d" % number, SOMEBODY, NO_WISH).leave()
-    assert len(lanes._lanes) < MOST_LANES
+    assert len(lanes._lanes) < MAX_LANES
     assert [figures.model for figures in lanes.figures()] == ["kept"]
     kept.leave()
     kept.leave()

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker_server.core.domain.units import Position, TaskId
-from gpubroker_server.gateway.admin.secrets import MOST_BYTES, MOST_SECRETS
+from gpubroker_server.gateway.admin.secrets import MAX_BYTES, MAX_SECRETS
 from structlog.testing import capture_logs
 
 from tests.gateway.harness import Client, Gateway, a_body, fault, problem
@@ -52,7 +52,7 @@ async def test_secrets_of_another_tenant_are_not_there(gateway: Gateway) -> None
         ("A", ""),
         ("A", b"\xff" + TEXT.encode()),
         ("A", f"{TEXT}\0"),
-        ("A", TEXT + "x" * MOST_BYTES),
+        ("A", TEXT + "x" * MAX_BYTES),
     ],
 )
 async def test_what_no_variable_can_hold_is_refused_without_being_quoted(
@@ -65,7 +65,7 @@ async def test_what_no_variable_can_hold_is_refused_without_being_quoted(
 
 
 async def test_a_tenant_cannot_fill_the_disk_with_secrets(gateway: Gateway) -> None:
-    for number in range(MOST_SECRETS):
+    for number in range(MAX_SECRETS):
         await gateway.secrets.put("default", f"S{number}", "x")
     assert "delete some" in fault(await set_secret(gateway.admin), "")
     assert (await set_secret(gateway.admin, "S7")).status_code == 204

@@ -101,7 +101,7 @@ async def test_a_call_that_takes_too_long_says_what_has_become_of_it(
 async def test_call_to_a_hanging_worker_is_given_up_but_counts_until_answered(
     gateway: Gateway, api: Client, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_routing, "MOST_WAITING", 0)
+    monkeypatch.setattr(call_routing, "MAX_WAITING", 0)
     seen = await running(gateway, api, workers)
     path = f"/worker-sets/{seen['id']}/call"
     await until_ready(gateway, api, path, 1)
@@ -119,7 +119,7 @@ async def test_call_to_a_hanging_worker_is_given_up_but_counts_until_answered(
 async def test_a_worker_has_a_bounded_size_of_calls(
     gateway: Gateway, api: Client, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_routing, "MOST_BYTES", 200)
+    monkeypatch.setattr(call_routing, "MAX_BYTES", 200)
     seen = await running(gateway, api, workers)
     path = f"/worker-sets/{seen['id']}/call"
     waiting = asyncio.create_task(api.post(path, json={"method": "wait", "args": []}))
@@ -237,7 +237,7 @@ async def test_a_tenant_has_a_bounded_number_of_calls_that_wait_for_a_worker() -
 async def test_calls_in_turn_pass_a_worker_that_has_no_room(
     gateway: Gateway, api: Client, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_routing, "MOST_WAITING", 0)
+    monkeypatch.setattr(call_routing, "MAX_WAITING", 0)
     seen = await running(gateway, api, workers, 2)
     path = f"/worker-sets/{seen['id']}/call"
     await until_ready(gateway, api, path, 2)

@@ -36,7 +36,7 @@ print("holds", flush=True)
 sys.stdin.read()
 """
 MB = 1000
-MOST_CONTEXT_MB = 2000
+MAX_CONTEXT_MB = 2000
 """A CUDA context takes less."""
 NOISE_MB = 64
 
@@ -87,7 +87,7 @@ def a_process_that_holds(mb: int, uuid: str) -> Iterator["subprocess.Popen[bytes
 
 
 def is_its_use(mb: int | None) -> bool:
-    return mb is not None and MB <= mb <= MB + MOST_CONTEXT_MB
+    return mb is not None and MB <= mb <= MB + MAX_CONTEXT_MB
 
 
 async def test_every_gpu_is_announced_as_nvidia_smi_shows_it(leader: Leader, facts: Facts) -> None:

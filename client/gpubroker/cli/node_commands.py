@@ -105,7 +105,7 @@ def _named(broker: Broker, word: str) -> str:
 
 _DISK_COLUMNS = (Column("DISK", wraps=True), Column("USED"), Column("FREE"), Column("LEVEL"))
 _FILE_COLUMNS = (Column("FILE", wraps=True), Column("CLASS"), Column("SIZE"), Column("MODIFIED"))
-_MOST_FILES = 50
+_MAX_FILES = 50
 
 
 def _disk(seen: NodeDisk) -> RenderableType:
@@ -123,12 +123,12 @@ def _disk(seen: NodeDisk) -> RenderableType:
         parts.append(PlainTable(_DISK_COLUMNS, used))
     files = [
         (file.path, file.file_class, size_of_bytes(file.size_bytes), timestamp(file.modified_at))
-        for file in seen.files[:_MOST_FILES]
+        for file in seen.files[:_MAX_FILES]
     ]
     if files:
         parts.append(PlainTable(_FILE_COLUMNS, files))
-    if len(seen.files) > _MOST_FILES:
-        parts.append(Text(f"and {len(seen.files) - _MOST_FILES} more"))
+    if len(seen.files) > _MAX_FILES:
+        parts.append(Text(f"and {len(seen.files) - _MAX_FILES} more"))
     verb = "deleted" if seen.deleted else "would go" if seen.files else "to delete"
     count = {0: "nothing", 1: "1 file"}.get(len(seen.files), f"{len(seen.files)} files")
     size = f", {size_of_bytes(seen.freed_bytes)}" if seen.files else ""

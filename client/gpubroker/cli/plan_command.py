@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gpubroker.wire.plans import FleetPlan, Totals
 
 _KNOWN = ("components", "fleet", "tenant")
-_MOST_NODES = 8
+_MAX_NODES = 8
 _RETRY_SECONDS = 30.0
 """The seconds for which a plan is retried: the service computes one plan at a time, for at most 10 s, and
 refuses others meanwhile."""
@@ -92,8 +92,8 @@ def _plan(found: FleetPlan) -> RenderableType:
 def _on(nodes: Counter[str]) -> str:
     """Return the number of places on each node. Only the first of many nodes are named."""
     in_order = sorted(nodes.items(), key=lambda item: (len(item[0]), item[0]))
-    named = [f"{node} ×{n}" if n > 1 else node for node, n in in_order[:_MOST_NODES]]
-    more = f" and {len(nodes) - _MOST_NODES} more nodes" if len(nodes) > _MOST_NODES else ""
+    named = [f"{node} ×{n}" if n > 1 else node for node, n in in_order[:_MAX_NODES]]
+    more = f" and {len(nodes) - _MAX_NODES} more nodes" if len(nodes) > _MAX_NODES else ""
     return ", ".join(named) + more
 
 

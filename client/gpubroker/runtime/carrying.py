@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 
 _DEEPEST = 8
-_MOST_PARTS = 1000
+_MAX_PARTS = 1000
 """The most parts of one value that are searched, because an error message is not worth a long search."""
 
 Fails = Callable[[Any], bool]
@@ -74,7 +74,7 @@ def function_parts(function: Callable[..., Any]) -> Iterator[Part]:
 
 def _first(parts: Iterable[Part], fails: Fails) -> Part | None:
     for number, (name, value) in enumerate(parts):
-        if number == _MOST_PARTS:
+        if number == _MAX_PARTS:
             return None
         if fails(value):
             return name, value

@@ -1,6 +1,6 @@
 """A program that writes the files of a run's directory that match its patterns into an archive.
 
-    python -I -m gpubroker.runtime.collecting USER DIRECTORY MOST_BYTES MOST_FILES PATTERN...
+    python -I -m gpubroker.runtime.collecting USER DIRECTORY MAX_BYTES MAX_FILES PATTERN...
 
 It becomes the user first, so that it reads what the run itself could read, and follows no link. The archive
 goes to standard output; then a line of JSON on standard error says how many files it has, and what is
@@ -21,7 +21,7 @@ from gpubroker.runtime.archives import END, MODE_BITS, ArchiveLimits, filling_af
 from gpubroker.runtime.process import become
 
 _PART_BYTES = 2**20
-_MOST_DEPTH = 100
+_MAX_DEPTH = 100
 
 
 class Collected(NamedTuple):
@@ -60,7 +60,7 @@ class _Collecting:
     def walk(self, descriptor: int, within: str, depth: int = 0) -> None:
         for name, status in _entries(descriptor):
             path = within + name
-            if stat.S_ISDIR(status.st_mode) and depth < _MOST_DEPTH:
+            if stat.S_ISDIR(status.st_mode) and depth < _MAX_DEPTH:
                 try:
                     inner = _open_at(descriptor, name, os.O_DIRECTORY)
                 except OSError:

@@ -14,7 +14,7 @@ from gpubroker.runtime.task import RunningTask
 _READ_BYTES = 64 * 1024
 """The bytes that Linux keeps of a pipe that nobody reads (pipe(7), default capacity)."""
 _LINE_BYTES = 8192
-_MOST_COMPLAINTS = 10
+_MAX_COMPLAINTS = 10
 """The most unreadable lines that are logged for one command, which may use the file for something else."""
 
 
@@ -78,7 +78,7 @@ class CommandReports:
     def _complain(self, problem: str) -> None:
         """Write one line to the log of the run."""
         self._complaints += 1
-        if self._complaints <= _MOST_COMPLAINTS:
+        if self._complaints <= _MAX_COMPLAINTS:
             print(f"gpubroker: a report of this command cannot be read: {problem}", file=sys.stderr)
 
 

@@ -38,7 +38,7 @@ from gpubroker.runtime.ray_cluster import DriverRun, RayFailed, RayNode, has_pri
 from gpubroker.runtime.run_objects import RunObjects
 from gpubroker.runtime.task import RunningTask, enter_task, leave_task, own_process
 
-MOST_THREADS = 256
+MAX_THREADS = 256
 
 
 class RunHost:
@@ -74,7 +74,7 @@ class RunHost:
         """The address at which other nodes reach this one."""
         self._offer = ""
         """The address of the rendezvous, while the run waits for the other ranks."""
-        self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="run")
 
     @property
     def busy(self) -> bool:

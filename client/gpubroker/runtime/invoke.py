@@ -17,7 +17,7 @@ from gpubroker.runtime.task import RunningTask
 PLAIN_FUNCTION = "__gpubroker_function__"
 """The attribute under which a decorated task keeps the function itself."""
 
-_MOST_PLACES = 6
+_MAX_PLACES = 6
 """The most directories, other than Python's own, that an error message names."""
 
 
@@ -148,7 +148,7 @@ def _import_failed(entrypoint: str, fault: BaseException) -> RunOutcome:
     message = f"cannot import {entrypoint}: {describe(fault)}"
     if isinstance(fault, ImportError):
         paths = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
-        places = "".join(f"\n  {path}" for path in paths[:_MOST_PLACES])
+        places = "".join(f"\n  {path}" for path in paths[:_MAX_PLACES])
         first = 'the operator\'s task_path comes first; upload="." (--upload) brings your own directory'
         message += f"\nPython looked in these directories ({first}):{places}"
     return failed("import_failed", message, trace_of(fault))

@@ -52,7 +52,7 @@ AHEAD_SECONDS = 1.0
 """The seconds of work to keep in this process, so that it never waits for the answer to a report."""
 AGAIN_SECONDS = 2.0
 """The time after which a report without an answer is repeated, because it may have been lost."""
-MOST_UNANSWERED_BYTES = 16 * 2**20
+MAX_UNANSWERED_BYTES = 16 * 2**20
 """The next item waits while more bytes of results than this are not acknowledged."""
 TRACEBACK_CHARS = 4096
 STUCK_SECONDS = 2.0
@@ -188,7 +188,7 @@ class ItemWorker:
 
     def _next(self) -> int | None:
         with self._lock:
-            if not self._todo or self._unanswered_bytes > MOST_UNANSWERED_BYTES:
+            if not self._todo or self._unanswered_bytes > MAX_UNANSWERED_BYTES:
                 return None
             self._current = self._todo.popleft()
             return self._current

@@ -47,7 +47,7 @@ ADDRESS_CHARS = 255
 PROGRESS_CHARS = 500
 MESSAGE_CHARS = 4096
 TRACEBACK_BYTES = 64 * 1024
-MOST_HELD = 20_000
+MAX_HELD = 20_000
 """The largest number of items of an array that one run holds."""
 
 Report = tuple[Any, ...]
@@ -388,7 +388,7 @@ def _are_ranges(value: Any) -> bool:
         return False
     edges = [edge for pair in value for edge in pair]
     is_ascending = edges == sorted(edges) and all(first < end for first, end in value)
-    return is_ascending and sum(end - first for first, end in value) <= MOST_HELD
+    return is_ascending and sum(end - first for first, end in value) <= MAX_HELD
 
 
 _FIELDS: Mapping[str, tuple[Fits, ...]] = {

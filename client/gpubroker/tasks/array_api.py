@@ -28,7 +28,7 @@ from gpubroker.transport.exchange import Pause, Steps
 from gpubroker.transport.operations import Operations, Pages, listing, operation, path_part
 from gpubroker.wire.arrays import Array
 from gpubroker.wire.arrays import ArrayItem as Answer
-from gpubroker.wire.bounds import MOST_ITEMS
+from gpubroker.wire.bounds import MAX_ITEMS
 from gpubroker.wire.tasks import Failure
 
 _INLINE_BYTES = 4 * 2**20
@@ -390,10 +390,10 @@ def _with_objects_of(body: bytes, items: Sequence[Any]) -> bytes:
 def _listed(items: Iterable[Any]) -> Sequence[Any]:
     """Return all items as a sequence. Raises WrongArgument if there are more items than an array may have, or
     no end of them."""
-    listed = list(islice(items, MOST_ITEMS + 1))
-    if len(listed) > MOST_ITEMS:
+    listed = list(islice(items, MAX_ITEMS + 1))
+    if len(listed) > MAX_ITEMS:
         raise WrongArgument(
-            f"an array has at most {MOST_ITEMS} items, and there are more (or the iterator has no end); make "
+            f"an array has at most {MAX_ITEMS} items, and there are more (or the iterator has no end); make "
             "several arrays, such as with itertools.islice"
         )
     return listed

@@ -8,7 +8,7 @@ from typing import Any, cast
 from gpubroker.runtime.objects import JSON_MARK, ObjectRef, named_object, pickled_buffers
 from gpubroker.tasks.object_api import upload_call
 from gpubroker.tasks.submission import (
-    MOST_BODY_BYTES,
+    MAX_BODY_BYTES,
     SubmitOptions,
     Target,
     is_to_upload,
@@ -32,14 +32,14 @@ def fitting_body(send: Send, target: Target, args: Sequence[Any], options: Submi
     if is_to_upload(options, target):
         options = yield from with_stored(send, target, options)
     body = submission_body(target, args, options)
-    if len(body) <= MOST_BODY_BYTES or not (callable(target) or isinstance(target, str)):
+    if len(body) <= MAX_BODY_BYTES or not (callable(target) or isinstance(target, str)):
         return body
     given = options.get("kwargs") or {}
     small_args, small_kwargs = yield from small_arguments(send, args, given, pickles=callable(target))
     if small_kwargs:
         options = cast("SubmitOptions", {**options, "kwargs": small_kwargs})
     body = submission_body(target, small_args, options)
-    if len(body) <= MOST_BODY_BYTES or not callable(target):
+    if len(body) <= MAX_BODY_BYTES or not callable(target):
         return body
     stored = yield from _stored(send, pickled_function(target, options.get("modules")))
     kwargs = {**small_kwargs, FUNCTION: stored}

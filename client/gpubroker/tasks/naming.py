@@ -19,7 +19,7 @@ UNFINISHED = ("pending", "admitted", "running", "stopping")
 _PREFIX = "task_"
 _WHOLE_LENGTH = len(_PREFIX) + 26
 _PAGE = 500
-_MOST_NAMED = 6
+_MAX_NAMED = 6
 _CUT = "…"
 
 Ask = Callable[..., "Steps[Any]"]
@@ -169,12 +169,12 @@ def _meant(ask: Ask, word: str, *, to_change: bool, **whose: str) -> "Steps[list
 
 
 def _named(ask: Ask, **selection: str) -> "Steps[list[Any]]":
-    unfinished = yield from ask("GET", "/tasks", state=UNFINISHED, limit=_MOST_NAMED, **selection)
+    unfinished = yield from ask("GET", "/tasks", state=UNFINISHED, limit=_MAX_NAMED, **selection)
     if unfinished["items"]:
-        return list(unfinished["items"])[:_MOST_NAMED]
-    ended = (yield from ask("GET", "/tasks", limit=_MOST_NAMED, **selection))["items"]
+        return list(unfinished["items"])[:_MAX_NAMED]
+    ended = (yield from ask("GET", "/tasks", limit=_MAX_NAMED, **selection))["items"]
     is_model = all(task.get("run", {}).get("kind") == "model" for task in ended)
-    return list(ended)[: 1 if is_model else _MOST_NAMED]
+    return list(ended)[: 1 if is_model else _MAX_NAMED]
 
 
 def _whole_of(tasks: Sequence[Mapping[str, Any]]) -> str | None:

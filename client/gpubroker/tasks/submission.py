@@ -392,9 +392,9 @@ def pickled_function(function: Callable[..., Any], modules: Sequence[Any] | None
         return b"".join(pickled_buffers(function, beside=False))
 
 
-MOST_BODY_BYTES = 8 * 2**20
+MAX_BODY_BYTES = 8 * 2**20
 """The largest body that a service takes, if its operator has not set `limits.body_bytes`."""
-MOST_TASKS_TOGETHER = 10_000
+MAX_TASKS_TOGETHER = 10_000
 _TASKS_PER_PART = 1000
 _BYTES_PER_PART = 8 * 2**20
 
@@ -429,7 +429,7 @@ class Submission:
         self.given: Given | None = None
         """The target, arguments and options of a submission whose body is too long or names a directory;
         otherwise None."""
-        if self.body is _UNKNOWN or len(self.body) > MOST_BODY_BYTES:
+        if self.body is _UNKNOWN or len(self.body) > MAX_BODY_BYTES:
             self.given = target, args, options
 
 
@@ -470,12 +470,12 @@ def parts_of(bodies: Sequence[bytes], *, together: bool) -> list[list[bytes]]:
     """Divide the tasks into parts for one request each; into a single part if some tasks run after others in
     it. Raises WrongArgument."""
     refer = not together and any(b'"after"' in body and _refers_to_batch(body) for body in bodies)
-    if (together or refer) and len(bodies) > MOST_TASKS_TOGETHER:
+    if (together or refer) and len(bodies) > MAX_TASKS_TOGETHER:
         reason = (
             "tasks that run after others by index or name are sent" if refer else "all_or_nothing sends them"
         )
         raise WrongArgument(
-            f"{reason} in one request, of at most {MOST_TASKS_TOGETHER} tasks, not {len(bodies)}"
+            f"{reason} in one request, of at most {MAX_TASKS_TOGETHER} tasks, not {len(bodies)}"
         )
     return [list(bodies)] if bodies and (together or refer) else list(batches(bodies))
 

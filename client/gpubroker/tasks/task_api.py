@@ -20,7 +20,7 @@ from gpubroker.tasks.log_reading import BothStreams, LogLine, LogOptions, LogRea
 from gpubroker.tasks.naming import find_task, id_meant, ids_after
 from gpubroker.tasks.object_api import ObjectApi
 from gpubroker.tasks.submission import (
-    MOST_BODY_BYTES,
+    MAX_BODY_BYTES,
     AnySubmission,
     Given,
     Submission,
@@ -208,9 +208,9 @@ class TaskApi(ObjectApi):
             planned = {**kept, "upload": None, "environment": None}
         options = yield from with_ids_after(self._ask, target, cast("SubmitOptions", planned))
         body = simulation_body(target, args, options)
-        if len(body) > MOST_BODY_BYTES:  # the arguments do not matter
+        if len(body) > MAX_BODY_BYTES:  # the arguments do not matter
             body = simulation_body(target, (), without_arguments(options))
-        if len(body) > MOST_BODY_BYTES and callable(target):  # nor does what the function refers to
+        if len(body) > MAX_BODY_BYTES and callable(target):  # nor does what the function refers to
             body = simulation_body(caller(), (), caller_options(target, options, {}))
         answer = yield from self._send(Call("POST", "/tasks/simulate", body=body))
         return decode(Simulation, answer.json())

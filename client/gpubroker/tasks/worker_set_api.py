@@ -13,7 +13,7 @@ from gpubroker.runtime.carrying import call_parts, faulty_part, is_not_json, is_
 from gpubroker.tasks.large_arguments import fitting_body, small_arguments
 from gpubroker.tasks.naming import set_meant
 from gpubroker.tasks.submission import (
-    MOST_BODY_BYTES,
+    MAX_BODY_BYTES,
     SubmitOptions,
     Target,
     as_json,
@@ -139,7 +139,7 @@ class WorkerSetApi(Operations):
         body: dict[str, Any] = {"method": method, "timeout_seconds": timeout_seconds, "routing": routing}
         body |= {"role": role} if role else {}
         text = _call_body(body, method, args, kwargs or {}, pickled=pickled)
-        if len(text) > MOST_BODY_BYTES:
+        if len(text) > MAX_BODY_BYTES:
             small = yield from small_arguments(self._send, args, kwargs or {}, pickles=pickled)
             text = _call_body(body, method, *small, pickled=pickled)
         path = yield from self._set_path(workers)

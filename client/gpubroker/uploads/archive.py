@@ -24,7 +24,7 @@ from gpubroker.uploads.ignoring import Entry, entries_of
 _PART_BYTES = 2**20
 _KEPT_BYTES = 64 * 2**20
 """The size up to which an archive stays in memory after it was hashed, so that its files are read once."""
-_MOST_NAMED = 10
+_MAX_NAMED = 10
 _REMEDY = "name it in .gpubrokerignore"
 
 
@@ -150,13 +150,13 @@ def _check_size(directory: Path, entries: Sequence[Entry], limits: ArchiveLimits
     size_bytes = sum(entry.status.st_size for entry in entries if stat.S_ISREG(entry.status.st_mode))
     if len(entries) > limits.most_files:
         counted = Counter(str(PurePosixPath(entry.name).parent) for entry in entries)
-        largest = [f"{count} in {name}" for name, count in counted.most_common(_MOST_NAMED)]
+        largest = [f"{count} in {name}" for name, count in counted.most_common(_MAX_NAMED)]
         raise WrongArgument(
             f"{directory} has {len(entries)} files and directories, and an upload may have "
             f"{limits.most_files}; {_leave_out(largest)}"
         )
     if size_bytes > limits.most_bytes:
-        by_size = sorted(entries, key=lambda entry: -entry.status.st_size)[:_MOST_NAMED]
+        by_size = sorted(entries, key=lambda entry: -entry.status.st_size)[:_MAX_NAMED]
         largest = [f"{_size(entry.status.st_size)} {entry.name}" for entry in by_size]
         raise WrongArgument(
             f"{directory} has {_size(size_bytes)}, and an upload may have {_size(limits.most_bytes)}; "

@@ -4,17 +4,17 @@ from typing import Annotated
 
 from msgspec import Meta
 
-MOST_PRIORITY = 100
-MOST_RETRIES = 100
-MOST_ITEMS = 10_000_000
+MAX_PRIORITY = 100
+MAX_RETRIES = 100
+MAX_ITEMS = 10_000_000
 """The largest number of items of one array."""
-MOST_GRACE_SECONDS = 3600.0
+MAX_GRACE_SECONDS = 3600.0
 
-Priority = Annotated[int, Meta(ge=0, le=MOST_PRIORITY)]
+Priority = Annotated[int, Meta(ge=0, le=MAX_PRIORITY)]
 """A priority as a number. In settings, a band's name may stand in its place."""
 
-Retries = Annotated[int, Meta(ge=0, le=MOST_RETRIES)]
-GraceSeconds = Annotated[float, Meta(ge=0, le=MOST_GRACE_SECONDS)]
+Retries = Annotated[int, Meta(ge=0, le=MAX_RETRIES)]
+GraceSeconds = Annotated[float, Meta(ge=0, le=MAX_GRACE_SECONDS)]
 Count = Annotated[int, Meta(ge=0)]
 PositiveCount = Annotated[int, Meta(gt=0)]
 Amount = Annotated[float, Meta(ge=0)]

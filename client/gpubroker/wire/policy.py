@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 
 from gpubroker.wire.answered import Answered, Overview
-from gpubroker.wire.bounds import MOST_PRIORITY, Amount, Count, GraceSeconds, PositiveCount, Priority, Retries
+from gpubroker.wire.bounds import MAX_PRIORITY, Amount, Count, GraceSeconds, PositiveCount, Priority, Retries
 from gpubroker.wire.queues import Paused
 
 
@@ -180,7 +180,7 @@ class TenantPolicy(Struct, frozen=True):
         Meta(description="The most beyond its guarantee; null for as much as its cohort leaves."),
     ] = None
     weight: Annotated[float, Meta(gt=0, le=1_000_000)] = 1.0
-    max_priority: Priority = MOST_PRIORITY
+    max_priority: Priority = MAX_PRIORITY
 
 
 class PreemptionRules(Answered, frozen=True):

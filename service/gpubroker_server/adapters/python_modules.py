@@ -7,8 +7,8 @@ from pathlib import Path
 
 _DYNAMIC = frozenset({"__getattr__", "exec", "eval", "globals", "locals", "setattr", "vars", "modules"})
 """A module that uses one of these names may define others that its source does not show."""
-_MOST_BYTES = 2**20
-_MOST_KNOWN = 10_000
+_MAX_BYTES = 2**20
+_MAX_KNOWN = 10_000
 
 
 class PythonModules:
@@ -28,7 +28,7 @@ class PythonModules:
         names = None if file is None else _names_in(file)
         name = path.partition(".")[0]
         if names is None or name in names or (file is not None and _is_submodule(file, name)):
-            if len(self.known) < _MOST_KNOWN:
+            if len(self.known) < _MAX_KNOWN:
                 self.known.add(entrypoint)
             return None
         return names
@@ -51,7 +51,7 @@ def _is_submodule(file: Path, name: str) -> bool:
 def _names_in(file: Path) -> Collection[str] | None:
     """Return the names that a module may have; None if its source does not show all of them."""
     try:
-        if file.stat().st_size > _MOST_BYTES:
+        if file.stat().st_size > _MAX_BYTES:
             return None
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):

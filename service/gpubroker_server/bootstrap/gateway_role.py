@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from gpubroker.wire.bounds import MOST_PRIORITY
+from gpubroker.wire.bounds import MAX_PRIORITY
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.clock import boot_seconds
@@ -341,7 +341,7 @@ class GatewayRole:
         because another gateway started at the same moment."""
         now = self._follower.clock.now()
         secret, row = new_token(
-            name, tenant="default", scopes=[EVERY_SCOPE], max_priority=MOST_PRIORITY, now=now
+            name, tenant="default", scopes=[EVERY_SCOPE], max_priority=MAX_PRIORITY, now=now
         )
         return secret if await self._store.put_token(row, by=self._name) else None
 

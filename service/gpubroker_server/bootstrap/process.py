@@ -38,7 +38,7 @@ WIND_UP_SECONDS = 0.1
 """The time in which the leader commits reports and sends orders before it stops. It is short, because
 another process should lead within half a second. The next leader receives the remaining reports again."""
 
-MOST_NAMED = 5
+MAX_NAMED = 5
 """The most entrypoints that a line printed at the start names."""
 
 CLOSE_SECONDS = 1.0
@@ -308,8 +308,8 @@ def waiting_in_vain(settings: Settings, pending: Mapping[str, int]) -> list[str]
     withdrawn = withdrawn_entrypoints(tuple(settings.entrypoints), pending)
     if not withdrawn:
         return []
-    names = ", ".join(f"{name} ({count})" for name, count in withdrawn[:MOST_NAMED])
-    more = f", and {len(withdrawn) - MOST_NAMED} more" if len(withdrawn) > MOST_NAMED else ""
+    names = ", ".join(f"{name} ({count})" for name, count in withdrawn[:MAX_NAMED])
+    more = f", and {len(withdrawn) - MAX_NAMED} more" if len(withdrawn) > MAX_NAMED else ""
     tasks = sum(count for _, count in withdrawn)
     waiting = (
         "1 waiting task names an entrypoint" if tasks == 1 else f"{tasks} waiting tasks name entrypoints"

@@ -47,7 +47,7 @@ COUNTED = (
 )
 """Kinds of events about the health of the fleet, in the order of their names."""
 
-MOST_NEWS = 200
+MAX_NEWS = 200
 """The most notices that one cycle commits. They delay the plan of the cycle, and a whole fleet may become
 idle at once."""
 
@@ -157,7 +157,7 @@ class FleetKeeper:
         if self._room is not None:
             self.world.control(self._room, self.seen.full_disks, self.seen.stream_weights)
             self._room = None
-        decisions = [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news[:MOST_NEWS]]
+        decisions = [Decision(notice.key, "fleet", notices=(notice,)) for notice in self._news[:MAX_NEWS]]
         if self._closes_failing_gpus and (failing := self._control.seen.failing):
             decisions += by_failures(self.world, failing, self.clock.now())
         return decisions

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from gpubroker_server.core.domain.model_orders import ModelsInUse, ServerGone, ServerIndex
 from gpubroker_server.core.domain.orders import Checkpointed, Ended, ItemsReported, Logged, NodeReport, Report
 
-MOST_REPORTS = 10_000
-MOST_REPORT_BYTES = 64 * 2**20
-"""No reports are fetched while the inbox has more than MOST_REPORTS or MOST_REPORT_BYTES. That happens only
+MAX_REPORTS = 10_000
+MAX_REPORT_BYTES = 64 * 2**20
+"""No reports are fetched while the inbox has more than MAX_REPORTS or MAX_REPORT_BYTES. That happens only
 while nothing can be committed."""
 
 
@@ -59,7 +59,7 @@ class Inbox:
         self._set_room()
 
     def _set_room(self) -> None:
-        if len(self._reports) <= MOST_REPORTS and self._size_bytes <= MOST_REPORT_BYTES:
+        if len(self._reports) <= MAX_REPORTS and self._size_bytes <= MAX_REPORT_BYTES:
             self.has_room.set()
         else:
             self.has_room.clear()

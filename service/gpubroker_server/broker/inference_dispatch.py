@@ -40,7 +40,7 @@ BATCHING_SECONDS = 60.0
 """The time for which the batch size of a model is cached. A model may be loaded again with another
 configuration."""
 
-MOST_QUEUES = 1024
+MAX_QUEUES = 1024
 """Idle queues are removed once there are this many queues. The names of models come from clients, so their
 number is not bounded otherwise."""
 
@@ -120,7 +120,7 @@ class InferenceDispatcher:
         queue.take(asked)
 
     def _open(self, client: InferenceClient, order: InferOrder) -> "_ModelQueue":
-        if len(self._queues) >= MOST_QUEUES:
+        if len(self._queues) >= MAX_QUEUES:
             for home in [home for home, queue in self._queues.items() if queue.is_idle]:
                 self._queues.pop(home).end()
         rules = self._rules.get(order.model, self._usual)

@@ -53,7 +53,7 @@ share one plan and two commits. After a quiet time, a cycle begins at once."""
 STORE_RETRY_SECONDS = 1.0
 """The pause after the database could not be reached."""
 
-MOST_ENDS_ASKED = 1000
+MAX_ENDS_ASKED = 1000
 """The most tasks whose ends one cycle reads from the database."""
 
 NewFleet = Callable[[Callable[[], float]], FleetKeeper]
@@ -307,7 +307,7 @@ class Leader:
         them."""
         awaited = self.world.awaited
         if awaited.unknown:
-            asked = sorted(awaited.unknown)[:MOST_ENDS_ASKED]
+            asked = sorted(awaited.unknown)[:MAX_ENDS_ASKED]
             states = await self.store.states(asked)
             awaited.learn(asked, await ends_of(self.store, states))
         while decisions := settle_dependencies(self.world.awaited, self.world.tasks, self.clock.now()):

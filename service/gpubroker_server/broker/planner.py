@@ -14,7 +14,7 @@ from gpubroker_server.core.planning.plan_cache import PlanCache
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import Clock
 
-MOST_TURNS = 4
+MAX_TURNS = 4
 """The number of planning turns, of some milliseconds each, that share one commit. The first turn of a cycle,
 with the most urgent tasks, has its own commit."""
 
@@ -60,7 +60,7 @@ class Planner:
                 await asyncio.sleep(0)
             plan = part.plan()
             await self.commits.carry_out(self.forecast_rounds.compare(self.world, plan.decisions, now))
-            cursor, turns = plan.cursor, MOST_TURNS
+            cursor, turns = plan.cursor, MAX_TURNS
             if cursor is None or stop():
                 return
 

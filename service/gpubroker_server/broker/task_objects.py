@@ -44,7 +44,7 @@ PART_BYTES: Final = 4 * 2**20
 queue up on the way."""
 AGAIN_SECONDS: Final = 1.0
 """The time before a question is tried again after the store or the disk failed."""
-MOST_TRIES: Final = 120
+MAX_TRIES: Final = 120
 """The number of retries after which a run fails because its object cannot be read; until then it holds its
 leases. The storing of a result is retried without limit, because losing the result would cost the whole
 run."""
@@ -175,7 +175,7 @@ class TaskObjects:
         except BlobMissing:
             return 0, b"", f"the bytes of object {kept.digest} are missing; upload them again"
         except StoreUnavailable:
-            if tries < MOST_TRIES:
+            if tries < MAX_TRIES:
                 raise
             todo = "have the disk checked that holds the blobs, and submit the task again"
             return 0, b"", f"the bytes of object {kept.digest} cannot be read; {todo}"

@@ -18,7 +18,7 @@ from gpubroker_server.http.identity import Callers
 from gpubroker_server.http.ids import Ids
 from gpubroker_server.http.problems import MEDIA_TYPE, Problem, headers_of, problem_document
 
-MOST_HEADERS: Final = 128
+MAX_HEADERS: Final = 128
 """The largest number of headers of a request. A header costs far more memory than its bytes."""
 
 LINGER_SECONDS: Final = 1.0
@@ -188,7 +188,7 @@ class LimitedConnection(HttpToolsProtocol):
         is_cut = self._head_timer is not None
         if is_cut and self.is_authenticated:
             self._stop_timer()
-        if len(headers) > MOST_HEADERS or (is_cut and self._size_of_head() > self.port.limits.head_bytes):
+        if len(headers) > MAX_HEADERS or (is_cut and self._size_of_head() > self.port.limits.head_bytes):
             self._refusal = self._too_large()
         elif not self.is_authenticated and self._is_answering():
             self._refusal = Problem("unauthenticated", found="no token was sent before requests in a row")
@@ -218,7 +218,7 @@ class LimitedConnection(HttpToolsProtocol):
             if is_too_long:
                 # These bytes are trailers or chunk extensions, so the request might never be complete.
                 self.transport.abort()
-        elif is_too_long or len(self.headers) > MOST_HEADERS:
+        elif is_too_long or len(self.headers) > MAX_HEADERS:
             self._turn_away(self._too_large())
         elif self._head_timer is None:
             self._expect_head()
@@ -230,7 +230,7 @@ class LimitedConnection(HttpToolsProtocol):
     def _too_large(self) -> Problem:
         return Problem(
             "headers-too-large",
-            f"the head of a request may have {self.port.limits.head_bytes} bytes and {MOST_HEADERS} headers; "
+            f"the head of a request may have {self.port.limits.head_bytes} bytes and {MAX_HEADERS} headers; "
             "send fewer or shorter ones, or have the operator raise limits.head_bytes",
         )
 

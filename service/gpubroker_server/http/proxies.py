@@ -8,7 +8,7 @@ from functools import lru_cache
 from ipaddress import IPv6Address, ip_address, ip_network
 
 FORWARDED_FOR, FORWARDED_PREFIX = b"x-forwarded-for", b"x-forwarded-prefix"
-MOST_HOPS = 20
+MAX_HOPS = 20
 PREFIX = re.compile(r"(?:/[A-Za-z0-9._~-]+){1,20}")
 """The pattern of the path under which a proxy publishes the service. The proxy removes this path from a
 request before it passes the request on."""
@@ -32,7 +32,7 @@ class TrustedProxies:
         proxy."""
         if not self.trusts(peer):
             return peer
-        hops = b",".join(forwarded).decode("latin-1").split(",")[-MOST_HOPS:]
+        hops = b",".join(forwarded).decode("latin-1").split(",")[-MAX_HOPS:]
         client = peer
         for hop in reversed(hops):
             address = _without_port(hop.strip())

@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.units import Seconds, TaskId
 from gpubroker_server.core.world.events import Event, task_of
 from gpubroker_server.http.problems import Problem
 
-MOST_QUEUED: Final = 5_000
+MAX_QUEUED: Final = 5_000
 """The most events in the queue of one stream. A stream with more to send reads the log instead."""
 
 _EVERY_EVENT: Final = object()
@@ -98,7 +98,7 @@ class Subscription:
 
     @property
     def is_full(self) -> bool:
-        return len(self._queue) > MOST_QUEUED
+        return len(self._queue) > MAX_QUEUED
 
     def drop_queue(self) -> None:
         """Stop queueing and drop the queue. The stream then reads the same events from the log."""

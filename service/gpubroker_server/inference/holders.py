@@ -25,10 +25,10 @@ _ADOPT_SECONDS: Final = 10.0
 _QUEUE_SECONDS: Final = 1.0
 
 AGAIN_SECONDS: Final = Seconds(60.0)
-MOST_AGAIN_SECONDS: Final = Seconds(3600.0)
+MAX_AGAIN_SECONDS: Final = Seconds(3600.0)
 """Bounds of the backoff for models of queued inferences. A model that was brought for queued inferences and
 is gone again, because its load failed or it was unloaded, is brought again after AGAIN_SECONDS. The time
-doubles with each try in which the model was not in memory, up to MOST_AGAIN_SECONDS."""
+doubles with each try in which the model was not in memory, up to MAX_AGAIN_SECONDS."""
 
 
 class Adoption:
@@ -148,7 +148,7 @@ class QueuedModels:
             else:
                 brought.at = now
                 if not waits:
-                    brought.again_seconds = min(2 * brought.again_seconds, MOST_AGAIN_SECONDS)
+                    brought.again_seconds = min(2 * brought.again_seconds, MAX_AGAIN_SECONDS)
             try:
                 priority = max(group.standing for group in groups)
                 await self._residencies.want(model, priority, queued=True)

@@ -24,7 +24,7 @@ TIMEOUT: Final = "x-timeout-seconds"
 MODEL_TYPE: Final = "x-model-type"
 WAITED: Final = "x-queue-seconds"
 
-MOST_LANES: Final = 1024
+MAX_LANES: Final = 1024
 """The number of lanes at which idle lanes are dropped, with the limits that they have found. Clients choose
 the names of models, so without a bound lanes would fill the memory."""
 
@@ -306,7 +306,7 @@ class Lanes:
             lane.limit(1)
 
     def _open(self, model: bytes) -> ModelLane:
-        if len(self._lanes) >= MOST_LANES:
+        if len(self._lanes) >= MAX_LANES:
             for name in [name for name, lane in self._lanes.items() if lane.is_idle]:
                 del self._started[self._lanes.pop(name)]
         lane = self._lanes[model] = ModelLane(self._options.rules, self._limits.get(model))

@@ -24,7 +24,7 @@ from gpubroker_server.inference.refusals import body_too_large
 from gpubroker_server.inference.servers import Server
 from gpubroker_server.ports.backends import Trouble, UpstreamRequest
 
-MOST_RETURNS: Final = 3
+MAX_RETURNS: Final = 3
 """The most times that a request waits for a model that has left. After that the client gets the server's
 answer."""
 
@@ -375,7 +375,7 @@ class ProxiedRequest(ABC):
     def _may_ask_again(self) -> bool:
         """Return True if the request may be sent once more after a server has said that it lacks the model.
         Such a server has done nothing."""
-        return self._is_kept and self.is_complete and self._returns < MOST_RETURNS
+        return self._is_kept and self.is_complete and self._returns < MAX_RETURNS
 
     def _ask_again(self) -> bool:
         """Continue after a server has denied that it has the model. Returns False if all servers were asked.

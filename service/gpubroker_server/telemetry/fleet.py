@@ -7,7 +7,7 @@ from gpubroker_server.core.control.findings.gpus import held_idle_seconds
 from gpubroker_server.core.control.fleet import FleetSeen, TargetSeen, disk_levels
 from gpubroker_server.core.control.node_watch import Overload
 from gpubroker_server.telemetry.exposition import LabelNames, Samples
-from gpubroker_server.telemetry.table import GPU, MOST_TENANTS, MetricRow, Scrape
+from gpubroker_server.telemetry.table import GPU, MAX_TENANTS, MetricRow, Scrape
 
 _TARGET = ("scope", "measure")
 
@@ -45,10 +45,10 @@ def _background_shares(seen: FleetSeen, _scrape: Scrape) -> Samples:
 
 
 def _pressures(seen: FleetSeen) -> list[str]:
-    """Return the measures that are shown. Of those of single tenants, these are at most MOST_TENANTS."""
+    """Return the measures that are shown. Of those of single tenants, these are at most MAX_TENANTS."""
     known = sorted({pressure.name for pressure in seen.pressures} | seen.pressure_values.keys())
     of_tenants = [name for name in known if ":" in name]
-    return [name for name in known if ":" not in name] + of_tenants[:MOST_TENANTS]
+    return [name for name in known if ":" not in name] + of_tenants[:MAX_TENANTS]
 
 
 def _active_pressures(seen: FleetSeen, _scrape: Scrape) -> Samples:

@@ -18,7 +18,7 @@ from gpubroker_server.telemetry import fleet, inferences, nodes
 from gpubroker_server.telemetry.exposition import DurationCollector, Metric, Samples
 from gpubroker_server.telemetry.table import (
     GPU,
-    MOST_TENANTS,
+    MAX_TENANTS,
     LaneRow,
     MetricRow,
     Scrape,
@@ -86,7 +86,7 @@ def _scattered(scrape: Scrape) -> Samples:
 
 
 def _guaranteed_bytes(scrape: Scrape) -> Samples:
-    known = guarantees(scrape.policy, (tenant for tenant, _ in scrape.tenants), MOST_TENANTS)
+    known = guarantees(scrape.policy, (tenant for tenant, _ in scrape.tenants), MAX_TENANTS)
     return [((tenant,), mb * MIB_BYTES) for tenant, mb in known.items()]
 
 

@@ -28,7 +28,7 @@ from gpubroker_server.telemetry.exposition import LabelNames, Metric, Samples, c
 GPU = ("gpu", "UUID", "hostname")
 """The labels of a GPU. They are spelled as by dcgm-exporter, so that metrics of both join on UUID without
 relabelling."""
-MOST_TENANTS = 100
+MAX_TENANTS = 100
 """The number of tenants that metrics show, which are those that hold most. GET /tenants shows all."""
 
 LaneRow = tuple[str, int, int, int]
@@ -118,7 +118,7 @@ class Scrape:
     @cached_property
     def tenants(self) -> list[tuple[str, int]]:
         """The tenants that hold most, and the MiB that each holds."""
-        return self.world.accounts.largest(MOST_TENANTS)
+        return self.world.accounts.largest(MAX_TENANTS)
 
     @cached_property
     def forecasts(self) -> list[ForecastsKept]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.control.finding_dates import MOST_DATED, dates_of, known_dates
+from gpubroker_server.core.control.finding_dates import MAX_DATED, dates_of, known_dates
 from gpubroker_server.core.control.findings.closed import QuotaLock
 from gpubroker_server.core.control.findings.diagnose import FleetKnown, diagnose_fleet
 from gpubroker_server.core.control.findings.finding import Finding, Severity
@@ -131,10 +131,10 @@ def test_a_guarantee_that_keeps_free_memory_from_its_tenant_is_found(
 
 
 def test_the_oldest_dates_are_handed_on() -> None:
-    known = {("kind", f"n{number}"): Instant(NOW + number) for number in range(MOST_DATED + 1)}
+    known = {("kind", f"n{number}"): Instant(NOW + number) for number in range(MAX_DATED + 1)}
     handed_on = known_dates(dates_of(known))
-    assert len(handed_on) == MOST_DATED
-    assert ("kind", f"n{MOST_DATED}") not in handed_on
+    assert len(handed_on) == MAX_DATED
+    assert ("kind", f"n{MAX_DATED}") not in handed_on
     assert handed_on["kind", "n0"] == NOW
 
 

@@ -153,7 +153,7 @@ def test_a_run_that_lacked_host_memory_says_nothing_about_its_gpu() -> None:
 
 
 def test_no_more_than_so_many_ends_and_names_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpubroker_server.core.control.failing_gpus.MOST_KEPT", 1)
+    monkeypatch.setattr("gpubroker_server.core.control.failing_gpus.MAX_KEPT", 1)
     fleet = Fleet()
     fleet.works("train", "gpu1")
     fleet.works("evaluate", "gpu2")

@@ -1,7 +1,7 @@
 """Findings are remembered as long as they are found."""
 
 from gpubroker_server.core.control.findings.finding import (
-    MOST_OF_A_KIND,
+    MAX_OF_A_KIND,
     Finding,
     Severity,
     first_of_each_kind,
@@ -34,4 +34,4 @@ def test_the_worst_comes_first() -> None:
 
 def test_what_is_wrong_everywhere_is_not_said_of_each() -> None:
     found = [a_finding("a")] * 100 + [a_finding("b")]
-    assert first_of_each_kind(found) == [a_finding("a")] * MOST_OF_A_KIND + [a_finding("b")]
+    assert first_of_each_kind(found) == [a_finding("a")] * MAX_OF_A_KIND + [a_finding("b")]

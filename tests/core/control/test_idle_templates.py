@@ -7,7 +7,7 @@ from typing import Any
 from gpubroker_server.core.control.fleet import FleetControl, FleetRules
 from gpubroker_server.core.control.idle import IdleRules
 from gpubroker_server.core.control.idle_templates import (
-    MOST_WAITING,
+    MAX_WAITING,
     NAME_PREFIX,
     IdleFill,
     Seat,
@@ -75,7 +75,7 @@ def test_no_template_gets_more_than_it_may_and_no_seat_is_given_twice(
     assert more == missing(some_seats(count, *templates), have, {}, {})
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, MOST_WAITING))
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, MAX_WAITING))
 def test_each_gets_at_least_the_whole_part_of_its_share_by_weight(weights: list[int], count: int) -> None:
     templates = [a_template(str(n), weight) for n, weight in enumerate(weights)]
     more = fill(count, *templates)
@@ -271,8 +271,8 @@ def test_template_whose_tasks_fail_pauses_longer_until_one_succeeds() -> None:
 
 
 def test_no_more_than_some_tasks_of_a_template_wait_at_a_time() -> None:
-    assert fill(1000, a_template()) == {"a": MOST_WAITING}
-    waits = {"a": MOST_WAITING - 4}
+    assert fill(1000, a_template()) == {"a": MAX_WAITING}
+    waits = {"a": MAX_WAITING - 4}
     assert fill(1000, a_template(), alive=waits, waiting=waits) == {"a": 4}
 
 

@@ -1,7 +1,7 @@
 """Runs that ended for lack of memory are counted by what ran out."""
 
 import pytest
-from gpubroker_server.core.control.memory_failures import MOST_COUNTED, MemoryFailureCount, memory_of
+from gpubroker_server.core.control.memory_failures import MAX_COUNTED, MemoryFailureCount, memory_of
 from gpubroker_server.core.domain.decisions import Decision, Outcome, write_move
 from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.task import Move
@@ -72,5 +72,5 @@ def test_a_failure_long_after_the_last_one_begins_anew() -> None:
 def test_it_remembers_a_bounded_number_of_names() -> None:
     count = MemoryFailureCount()
     count.note([failed("first") for _ in range(3)])
-    count.note([failed(f"t{n}") for n in range(MOST_COUNTED)])
+    count.note([failed(f"t{n}") for n in range(MAX_COUNTED)])
     assert count.often(NOW) == ()

@@ -2,7 +2,7 @@
 
 from math import ceil, isclose
 
-from gpubroker_server.core.domain.estimates import MOST_COUNTED, RELATIVE_ERROR, Sketch
+from gpubroker_server.core.domain.estimates import MAX_COUNTED, RELATIVE_ERROR, Sketch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,11 +48,11 @@ def test_zero_and_negative_values_count_as_the_smallest_value() -> None:
 
 
 def test_recent_runs_count_more_than_old_ones() -> None:
-    once = a_sketch([100.0] * MOST_COUNTED)
+    once = a_sketch([100.0] * MAX_COUNTED)
     lately = once
-    for _ in range(2 * MOST_COUNTED):
+    for _ in range(2 * MAX_COUNTED):
         lately = lately.add(8000.0)
-    assert lately.n <= MOST_COUNTED
+    assert lately.n <= MAX_COUNTED
     middle = lately.quantile(0.5)
     assert middle is not None
     assert isclose(middle, 8000.0, rel_tol=RELATIVE_ERROR)

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.policy import CustomLimit, Policy, Pool, Tenan
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.explain.autoscaling import (
-    MOST_BUNDLES,
+    MAX_BUNDLES,
     NOTHING,
     AutoscalingDemand,
     DemandScope,
@@ -126,10 +126,10 @@ def test_autoscaler_is_asked_for_a_bundle_per_run_and_per_waiting_task() -> None
 
 
 def test_an_autoscaler_is_not_asked_for_more_bundles_than_it_can_plan_for() -> None:
-    tasks = [waiting(f"t{n}", cpu=1.0) for n in range(MOST_BUNDLES + 10)]
+    tasks = [waiting(f"t{n}", cpu=1.0) for n in range(MAX_BUNDLES + 10)]
     tasks.append(waiting("large", gpus=8, cpu=0.0))
     asked = room_for_all(demand_of(a_full_world(*tasks)))
-    assert len(asked) == MOST_BUNDLES
+    assert len(asked) == MAX_BUNDLES
     assert asked[:4] == [{"CPU": 1.0}, {"GPU": 1.0, "CPU": 2.0}, {"GPU": 8.0}, {"CPU": 1.0}]
 
 

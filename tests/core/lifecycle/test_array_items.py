@@ -16,7 +16,7 @@ from gpubroker_server.core.domain.submission import (
     array_terms_from,
 )
 from gpubroker_server.core.domain.units import Fence, TaskId
-from gpubroker_server.core.lifecycle.array_items import MOST_WANTED, PAGE_BYTES, ArrayWork, ranges_of
+from gpubroker_server.core.lifecycle.array_items import MAX_WANTED, PAGE_BYTES, ArrayWork, ranges_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import to_builtins
@@ -90,7 +90,7 @@ def test_no_run_gets_all_that_is_left() -> None:
     assert (len(numbers_in(first.held)), len(numbers_in(second.held))) == (30, 15)
     large = Stage(ArrayWork(terms(100_000), (), 0))
     [answer] = large.tell(reported("w0", 2**20))
-    assert len(numbers_in(answer.held)) == MOST_WANTED
+    assert len(numbers_in(answer.held)) == MAX_WANTED
 
 
 def test_only_the_items_of_the_array_are_given_and_accepted() -> None:

@@ -4,7 +4,7 @@ import pytest
 from gpubroker_server.core.domain.units import Instant, MonotonicSeconds
 from gpubroker_server.core.lifecycle.clock_evidence import (
     BOUND_SECONDS,
-    MOST_DRIFT,
+    MAX_DRIFT,
     STEADY_SECONDS,
     ClockEvidence,
     add_reading,
@@ -58,7 +58,7 @@ def test_many_small_steps_in_one_direction_are_one_large_one() -> None:
 
 
 def test_a_clock_that_runs_a_little_slower_or_faster_is_followed_for_ever() -> None:
-    for rate in (-MOST_DRIFT / 2, MOST_DRIFT / 2):
+    for rate in (-MAX_DRIFT / 2, MAX_DRIFT / 2):
         known = FRESH
         for after in range(0, int(YEAR), 86_400):
             known = read(known, after, rate * after)
@@ -111,4 +111,4 @@ def test_before_a_clock_jump_has_stayed_the_error_is_within_the_bound(
         after += pause
         known = read(known, after, ahead)
         if after < STEADY_SECONDS:
-            assert abs(ahead_of(known)) <= BOUND_SECONDS + MOST_DRIFT * after + 1e-3
+            assert abs(ahead_of(known)) <= BOUND_SECONDS + MAX_DRIFT * after + 1e-3

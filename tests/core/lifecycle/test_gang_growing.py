@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.holders import Gang, Member, MemberState
 from gpubroker_server.core.domain.lease import LeaseState, Proof
 from gpubroker_server.core.domain.orders import Ending, GoOrder, StartOrder, StopOrder, WorldOrder
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
-from gpubroker_server.core.domain.ranks import MOST_FAILED_JOINS, MOST_RANKS, vacant_bundles, world_number
+from gpubroker_server.core.domain.ranks import MAX_FAILED_JOINS, MAX_RANKS, vacant_bundles, world_number
 from gpubroker_server.core.domain.task import TaskState, members_of
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
 from gpubroker_server.core.explain.explain import explain
@@ -284,11 +284,11 @@ def test_a_rank_of_the_start_that_fails_still_ends_the_attempt() -> None:
 def test_after_so_many_failures_no_rank_is_added() -> None:
     gang = on_one_node()
     arrives(gang, gpus=1)
-    for rank in range(2, 2 + MOST_FAILED_JOINS):
+    for rank in range(2, 2 + MAX_FAILED_JOINS):
         assert states(gang.task)[rank] == PLACED
         gang.tell(gang.ended(rank, Ending.FAILED), gang.gone(rank))
         plan(gang)
-    assert len(members_of(gang.task)) == 2 + MOST_FAILED_JOINS
+    assert len(members_of(gang.task)) == 2 + MAX_FAILED_JOINS
     assert vacant_bundles(gang.task) == ()
     told = explain(gang.world, gang.id, gang.policy, gang.now).message
     assert "2 of its 4 ranks are missing until its next start: 3 that joined failed (at most 3)" in told
@@ -296,7 +296,7 @@ def test_after_so_many_failures_no_rank_is_added() -> None:
 
 def test_a_lost_node_is_no_failure_of_a_rank_that_joined() -> None:
     gang = on_one_node()
-    for count in range(MOST_FAILED_JOINS + 1):
+    for count in range(MAX_FAILED_JOINS + 1):
         node = f"n{count + 2}"
         assert [decision.why for decision in arrives(gang, node, 1)] == ["grow"]
         rank = count + 2
@@ -328,9 +328,9 @@ def test_a_rank_that_is_not_ready_in_time_is_sent_away_and_the_others_join() -> 
 def test_a_claim_has_only_so_many_rank_numbers() -> None:
     gang = grown()
     gone = Member(0, NodeName("n2"), MemberState.LEFT, True, "", None, LATER, bundle=3)
-    many = (*members_of(gang.task)[:3], *(replace(gone, rank=rank) for rank in range(3, MOST_RANKS - 1)))
+    many = (*members_of(gang.task)[:3], *(replace(gone, rank=rank) for rank in range(3, MAX_RANKS - 1)))
     assert vacant_bundles(replace(gang.task, holder=Gang(many))) == (3,)
-    full = (*many, replace(gone, rank=MOST_RANKS - 1))
+    full = (*many, replace(gone, rank=MAX_RANKS - 1))
     assert vacant_bundles(replace(gang.task, holder=Gang(full))) == ()
 
 

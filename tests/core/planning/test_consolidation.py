@@ -219,7 +219,7 @@ def test_moves_are_searched_once_for_equal_tasks() -> None:
 
 
 def test_a_search_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consolidation, "MOST_PROBES", 1)
+    monkeypatch.setattr(consolidation, "MAX_PROBES", 1)
     assert found(a_run("r0"), a_run("r1", "gpu1")) == []
 
 

@@ -201,7 +201,7 @@ def test_the_search_gives_up_after_so_many_steps(monkeypatch: pytest.MonkeyPatch
     mixed = a_gang("gang", *(part for size in (50, 40, 30) for part in bundles(1, gpu_mb=size * GIB)))
     world = a_cluster(2)
     assert placed(world, mixed) is not None
-    monkeypatch.setattr(gang, "MOST_STEPS", 2)
+    monkeypatch.setattr(gang, "MAX_STEPS", 2)
     assert placed(world, mixed) is None
 
 

@@ -13,7 +13,7 @@ from gpubroker_server.core.lifecycle.stopping import cancel_pending
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts.reservations import Basis, Forecast
 from gpubroker_server.core.planning.places import PlaceTable
-from gpubroker_server.core.planning.plan_cache import MOST_UNASKED, PlanCache
+from gpubroker_server.core.planning.plan_cache import MAX_UNASKED, PlanCache
 from gpubroker_server.core.world.world import World
 from msgspec.structs import replace
 
@@ -257,7 +257,7 @@ def test_who_was_refused_and_left_is_not_asked_again_when_there_is_room() -> Non
 def test_plan_cache_forgets_demands_that_no_task_has_any_more() -> None:
     world, cache = a_world(a_device(), a_task("a", gpu_mb=GIB)), PlanCache()
     plan(world, cache)
-    cache.places.update({TaskId(f"gone{n}"): PlaceTable() for n in range(MOST_UNASKED + 10)})
+    cache.places.update({TaskId(f"gone{n}"): PlaceTable() for n in range(MAX_UNASKED + 10)})
     assert [decision.subject for decision in plan(world, cache, NOW + 1.0)] == ["a"]
     assert len(cache.places) < 10
 

@@ -43,7 +43,7 @@ def session_of(head: HeadState) -> list[int]:
     return found
 
 
-MOST_LISTENERS = {
+MAX_LISTENERS = {
     "gcs_server": 1,
     "raylet": 2,
     "ray::DashboardAge": 2,
@@ -73,7 +73,7 @@ async def test_every_listening_port_is_known_and_closed_to_other_machines(lab: L
 
 
 def _most_listeners(process: str) -> int:
-    return next((n for start, n in MOST_LISTENERS.items() if process.startswith(start)), 0)
+    return next((n for start, n in MAX_LISTENERS.items() if process.startswith(start)), 0)
 
 
 async def test_no_process_of_the_dashboard_runs(lab: Lab) -> None:

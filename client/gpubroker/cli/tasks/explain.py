@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     )
     from gpubroker.wire.forecasts import Expected, ForecastsKept
 
-_MOST_DEVICES = 24
+_MAX_DEVICES = 24
 """The most devices in the table, those that have room soonest; `-o json` has all devices."""
-_MOST_HOLDERS = 5
+_MAX_HOLDERS = 5
 _FEWEST_FORECASTS = 5
 """A record of fewer forecasts says nothing about the next one."""
 _PRINTING = frozenset({"entrypoint", "command", "function"})
@@ -255,8 +255,8 @@ def _command(change: Mapping[str, Any], task: str) -> str:
 def _devices(found: Sequence[DeviceVerdict]) -> Iterator[RenderableType]:
     if not found:
         return
-    nearest = sorted(found, key=_nearness)[:_MOST_DEVICES]
-    shown = [device for device in found if device in nearest] if len(found) > _MOST_DEVICES else found
+    nearest = sorted(found, key=_nearness)[:_MAX_DEVICES]
+    shown = [device for device in found if device in nearest] if len(found) > _MAX_DEVICES else found
     rows = []
     for (node, kind, *facts), equal in groupby(shown, key=_device_facts):
         indexes = [device.index for device in equal]
@@ -296,7 +296,7 @@ def _short(free_in: Expected) -> str:
 
 def _holders(holders: Sequence[DeviceHolder]) -> str:
     """Return the largest holders, one per line, since all in one line would be wider than a terminal."""
-    largest = sorted(holders, key=lambda holder: -holder.gpu_mb)[:_MOST_HOLDERS]
+    largest = sorted(holders, key=lambda holder: -holder.gpu_mb)[:_MAX_HOLDERS]
     more = [f"and {len(holders) - len(largest)} more"] if len(holders) > len(largest) else []
     return "\n".join([*map(_holder, largest), *more])
 

@@ -27,7 +27,7 @@ from gpubroker_server.ports.store import (
 log = structlog.get_logger("gpubroker.blobs")
 
 _DIGEST_LENGTH = 64
-_MOST_BYTES = ServiceLimits().result_bytes
+_MAX_BYTES = ServiceLimits().result_bytes
 _ASKED_AT_ONCE = 500
 _UPLOAD = re.compile("[A-Za-z0-9_-]{1,200}")
 _PUT_AGAIN = 0o400
@@ -40,7 +40,7 @@ Referenced = Callable[[Sequence[str]], Awaitable[Collection[str]]]
 class DirectoryBlobs:
     """A BlobStore. Under the name of a blob there is either a complete and synced file or none."""
 
-    def __init__(self, root: Path, max_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, root: Path, max_bytes: int = _MAX_BYTES) -> None:
         self._root = root
         self._max_bytes = max_bytes
 

@@ -46,7 +46,7 @@ ASK_AGAIN_SECONDS = 60.0
 SHARED_PART = 0.9
 """The share of the machine's memory that a GPU without memory of its own offers. The rest is for the
 system."""
-MOST_ERRORS = 100
+MAX_ERRORS = 100
 """The most critical errors that one measurement reads from the driver."""
 
 _RECOVERY = {
@@ -486,7 +486,7 @@ class NvmlProbe:
                 self._errors = self._errors or nvml.nvmlEventSetCreate()
                 nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._errors)
                 self._tells_errors = True
-            for _ in range(MOST_ERRORS if self._tells_errors else 0):
+            for _ in range(MAX_ERRORS if self._tells_errors else 0):
                 self._xid = nvml.nvmlEventSetWait_v2(self._errors, 0).eventData
                 if self._xid in FATAL_XIDS:
                     self._fatal_xid = self._xid

@@ -9,7 +9,7 @@ CONNECT_SECONDS = 3.0
 AT_ONCE = 8
 """The number of other nodes that a node tries in one round. In a large cluster it takes several rounds until
 each pair has been tried."""
-MOST_KEPT = 8
+MAX_KEPT = 8
 """The most unreached peers that are remembered and tried again in each round."""
 
 
@@ -51,7 +51,7 @@ class PeerPorts:
     async def _try_all(self, peers: Sequence[Peer]) -> None:
         faults = await asyncio.gather(*map(_unreached, peers))
         unreached = [(peer, fault) for peer, fault in zip(peers, faults, strict=True) if fault is not None]
-        self._unreached = dict(unreached[-MOST_KEPT:])
+        self._unreached = dict(unreached[-MAX_KEPT:])
 
 
 async def _unreached(peer: Peer) -> tuple[str, str] | None:

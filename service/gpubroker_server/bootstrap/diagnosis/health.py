@@ -19,7 +19,7 @@ from gpubroker_server.adapters.ray.head.raylet import raylet_fault, raylet_socke
 from gpubroker_server.bootstrap.broker_file import LATE_SECONDS, ages_of_brokers
 
 ANSWER_SECONDS = 5.0
-MOST_BYTES = 4096
+MAX_BYTES = 4096
 """The most bytes that are read of an answer."""
 
 
@@ -47,7 +47,7 @@ def health_at(url: str) -> Liveness:
     direct = build_opener(ProxyHandler({}))
     try:
         with direct.open(f"{url.rstrip('/')}/healthz", timeout=ANSWER_SECONDS) as answer:
-            health = json.loads(answer.read(MOST_BYTES))
+            health = json.loads(answer.read(MAX_BYTES))
     except HTTPError as refused:
         return Liveness(False, f"{url} answers {refused.code}; is gpubroker there?")
     except (OSError, HTTPException, ValueError) as fault:

@@ -59,7 +59,7 @@ SHARED_BELOW_CPU: Final = 1.0
 WORKER_RETRIES: Final = 10
 """The number of times in a row that a worker of an array is started again after it ended before its first
 report."""
-_MOST_NAMED = 10
+_MAX_NAMED = 10
 _AGENTLESS: Final = frozenset({EXTERNAL_KIND, MODEL_KIND, INFERENCE_KIND})
 
 
@@ -366,7 +366,7 @@ def _with_profile(refusal: Refusal, submission: Submission, demand: Demand) -> R
     ranks = ranks_with_gpus_of_profile(asked, demand)
     if not ranks:
         return refusal
-    numbers = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    numbers = ", ".join(map(str, ranks[:_MAX_NAMED]))
     hint = (
         f"ranks that state no GPUs have those of profile {profile} (rank {numbers}): give gpus: 0 in their "
         "bundles, or name the profile only in the bundles that are meant"
@@ -397,7 +397,7 @@ def _demand_at(spec: RunSpec) -> str:
 def unknown_objects(missing: Mapping[str, str], object_seconds: float) -> Iterator[Refusal]:
     """Yield a refusal for each object that the tenant does not have, up to a maximum number. `missing` maps
     the pointer to the object in the body to its id."""
-    for pointer, id in islice(missing.items(), _MOST_NAMED):
+    for pointer, id in islice(missing.items(), _MAX_NAMED):
         yield Refusal("unknown-object", unknown_object(id, object_seconds), pointer)
 
 
@@ -410,7 +410,7 @@ def unknown_object(id: str, object_seconds: float) -> str:
 
 
 def _no_secret(name: str, tenant: str, known: Collection[str]) -> str:
-    others = ", ".join(list(known)[:_MOST_NAMED]) or "none yet"
+    others = ", ".join(list(known)[:_MAX_NAMED]) or "none yet"
     return (
         f'tenant "{tenant}" has no secret "{name[:100]}"; set it with `gpubroker secrets set NAME` (PUT '
         f"/secrets/NAME), or name one that it has: {others}"

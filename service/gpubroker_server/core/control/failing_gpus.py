@@ -18,10 +18,10 @@ from gpubroker_server.core.domain.units import DeviceKey, Instant, Seconds
 from gpubroker_server.core.world.world import World
 
 LATELY_SECONDS = Seconds(3600.0)
-MOST_KEPT = 1_000
+MAX_KEPT = 1_000
 """The most failed runs that are remembered of each device, and the most names of runs and the most ended runs
 that are remembered in all."""
-MOST_NAMED = 3
+MAX_NAMED = 3
 
 About = tuple[str, str]
 """The tenant and the name of a task."""
@@ -78,7 +78,7 @@ class FailingGpus:
         ):
             return
         self._ended_runs[run] = None
-        if len(self._ended_runs) > MOST_KEPT:
+        if len(self._ended_runs) > MAX_KEPT:
             del self._ended_runs[next(iter(self._ended_runs))]
         leases = [lease for lease in world.leases_of(task) if lease.rank == report.rank]
         about = task.tenant, task.name
@@ -99,12 +99,12 @@ class FailingGpus:
         for lease in leases:
             self._failed.pop(lease.device, None)
             self._ran[about] = {**self._ran.pop(about, {}), lease.device: at}
-        while len(self._ran) > MOST_KEPT:
+        while len(self._ran) > MAX_KEPT:
             del self._ran[next(iter(self._ran))]
 
     def _note_failure(self, about: About, leases: list[Lease], at: Instant) -> None:
         if len(leases) == 1:  # with several devices, it is unknown which one is to blame
-            failed = self._failed.setdefault(leases[0].device, deque(maxlen=MOST_KEPT))
+            failed = self._failed.setdefault(leases[0].device, deque(maxlen=MAX_KEPT))
             failed.append(QuickFailure(about, at))
 
     def _found(self, now: Instant) -> Iterator[FailingGpu]:
@@ -128,7 +128,7 @@ class FailingGpus:
             ]
             names = list(dict.fromkeys(failure.about for failure in reversed(counted)))
             if len(counted) >= self._rules.times and (working or len(names) > 1):
-                named = tuple(name for _, name in names[:MOST_NAMED])
+                named = tuple(name for _, name in names[:MAX_NAMED])
                 yield FailingGpu(device, len(counted), named, counted[0].at, counted[-1].at)
 
     def _works_elsewhere(self, about: About, device: DeviceKey, now: Instant) -> bool:

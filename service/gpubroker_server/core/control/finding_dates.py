@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from gpubroker_server.core.domain.units import Instant
 
-MOST_DATED = 500
+MAX_DATED = 500
 """A leader publishes the dates of no more findings."""
 
 
@@ -18,11 +18,11 @@ class FindingDate(NamedTuple):
 
 
 def dates_of(known: Mapping[tuple[str, str], Instant]) -> tuple[FindingDate, ...]:
-    """Return the oldest of them, MOST_DATED at most."""
+    """Return the oldest of them, MAX_DATED at most."""
     dates = sorted(
         (FindingDate(*about, since) for about, since in known.items()), key=lambda date: date.since
     )
-    return tuple(dates[:MOST_DATED])
+    return tuple(dates[:MAX_DATED])
 
 
 def known_dates(dates: Iterable[FindingDate]) -> dict[tuple[str, str], Instant]:

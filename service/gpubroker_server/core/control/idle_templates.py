@@ -23,7 +23,7 @@ MEMORY_SECONDS = Seconds(3600.0)
 """Time constant with which a template's use is forgotten. After this time without work, about a third of the
 use still counts."""
 
-MOST_WAITING = 32
+MAX_WAITING = 32
 """The most waiting tasks of one template. The number is small because gateways submit the tasks one by one,
 and each look must be short."""
 
@@ -122,7 +122,7 @@ def missing(
     def is_wanted(template: Template) -> bool:
         if (number := may_come.get(template.name)) is None:
             waits = waiting.get(template.name, 0)
-            new = min(template.max_running - alive.get(template.name, 0), MOST_WAITING - waits)
+            new = min(template.max_running - alive.get(template.name, 0), MAX_WAITING - waits)
             number = may_come[template.name] = waits + (0 if template.name in paused else max(0, new))
         return number > 0
 

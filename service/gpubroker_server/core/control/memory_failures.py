@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 LATELY_SECONDS = Seconds(3600.0)
 OFTEN = 3
 """The number of failures of one kind and name within LATELY_SECONDS that makes a finding."""
-MOST_COUNTED = 1_000
+MAX_COUNTED = 1_000
 _OF_OURS = {"out_of_memory": "node", "host_memory_exceeded": "host"}
 _OF_FRAMEWORKS = re.compile(
     r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED"  # PyTorch
@@ -65,7 +65,7 @@ class MemoryFailureCount:
                 self._known[about] = failures._replace(
                     task=write.task.id, times=failures.times + 1, last_at=at
                 )
-        while len(self._known) > MOST_COUNTED:
+        while len(self._known) > MAX_COUNTED:
             del self._known[next(iter(self._known))]
 
     def often(self, now: Instant) -> tuple[MemoryFailures, ...]:

@@ -16,7 +16,7 @@ ENVIRONMENT_FAILED = "environment"
 """Failure kind of a task whose environment could not be prepared on any node."""
 KEY_CHARS = 32
 MESSAGE_CHARS = 4096
-MOST_REQUIREMENTS = 1000
+MAX_REQUIREMENTS = 1000
 REQUIREMENT_CHARS = 2000
 _VERSION = re.compile(r"\d{1,2}\.\d{1,3}(\.\d{1,3})?")
 _SPECIFIER = re.compile(r"\s*(~=|==|!=|<=|>=|<|>)\s*[0-9.*]+(\s*,\s*(~=|==|!=|<=|>=|<|>)\s*[0-9.*]+)*\s*")
@@ -101,9 +101,9 @@ class Environment(ShownEnvironment, frozen=True, omit_defaults=True):
             if why := _why_no_requirement(requirement):
                 detail = f'"{requirement[:100]}" {why}'
                 yield Refusal("invalid-requirement", detail, f"requirements/{number}")
-        if len(self.requirements) > MOST_REQUIREMENTS:
+        if len(self.requirements) > MAX_REQUIREMENTS:
             detail = (
-                f"has {len(self.requirements)} lines, and may have {MOST_REQUIREMENTS}; lock them: uv.lock"
+                f"has {len(self.requirements)} lines, and may have {MAX_REQUIREMENTS}; lock them: uv.lock"
             )
             yield Refusal("too-many-requirements", detail, "requirements")
 

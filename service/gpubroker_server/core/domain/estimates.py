@@ -15,7 +15,7 @@ from gpubroker_server.core.domain.units import Instant
 RELATIVE_ERROR = 0.02
 """The largest relative error of a quantile."""
 
-MOST_COUNTED = 1000
+MAX_COUNTED = 1000
 """The number of values at which all counts are halved, so that recent runs count more than old ones."""
 
 _GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
@@ -40,7 +40,7 @@ class Sketch(Struct, frozen=True):
         if index < len(counts) and counts[index][0] == bucket:
             rest, count = index + 1, counts[index][1] + 1
         more = (*counts[:index], (bucket, count), *counts[rest:])
-        if self.n >= MOST_COUNTED:
+        if self.n >= MAX_COUNTED:
             more = tuple((bucket, count // 2) for bucket, count in more if count > 1)
         return Sketch(more)
 

@@ -7,7 +7,7 @@ matches on the holder.
 from enum import StrEnum
 from typing import assert_never
 
-from gpubroker.wire.bounds import MOST_PRIORITY
+from gpubroker.wire.bounds import MAX_PRIORITY
 from msgspec import Struct
 
 from gpubroker_server.core.domain.demand import Demand
@@ -134,7 +134,7 @@ class Model(Struct, frozen=True):
     yields: bool = False
     """True if waiting tasks may take the model's memory, because no request is under way or queued, or
     because the model's turn is over."""
-    yields_to: int = MOST_PRIORITY
+    yields_to: int = MAX_PRIORITY
     """The lowest priority of tasks that may take the model's memory while `yields` is True. It is below the
     model's own priority only while the model is idle."""
     left_at: Instant | None = None

@@ -109,7 +109,7 @@ class ModelKey(NamedTuple):
     model: str
 
 
-MOST_GPUS_NAMED = 8
+MAX_GPUS_NAMED = 8
 
 
 def gpus_fault(server: str, seen: Collection[str], gpus: int) -> str:
@@ -122,7 +122,7 @@ def gpus_fault(server: str, seen: Collection[str], gpus: int) -> str:
     """
     if gpus in (0, len(seen)) or not seen:
         return ""
-    named = sorted(seen)[:MOST_GPUS_NAMED]
+    named = sorted(seen)[:MAX_GPUS_NAMED]
     more = f" and {len(seen) - len(named)} more" if len(seen) > len(named) else ""
     gpus_seen = f"server {server} sees {len(seen)} GPU{'s' * (len(seen) > 1)} ({', '.join(named)}{more})"
     if gpus > len(seen):

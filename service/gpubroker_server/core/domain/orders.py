@@ -30,7 +30,7 @@ from gpubroker_server.core.domain.units import (
 RunId = tuple[TaskId, Fence, int]
 ItemRange = tuple[int, int]
 """A range of items of an array: the number of the first item, and the number after the last."""
-MOST_HELD = 20_000
+MAX_HELD = 20_000
 """The most items of an array that one run holds."""
 
 
@@ -242,7 +242,7 @@ class ItemsReported(RunReport, frozen=True):
     number: int
     results: tuple[ItemResult, ...]
     held: tuple[ItemRange, ...]
-    """The items that the worker holds, in ascending order and without overlaps; at most MOST_HELD items."""
+    """The items that the worker holds, in ascending order and without overlaps; at most MAX_HELD items."""
     wanted: int
     rank: int = 0
 

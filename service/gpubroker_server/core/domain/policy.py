@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import cache, cached_property
 from typing import Annotated, Literal
 
-from gpubroker.wire.bounds import MOST_PRIORITY, Amount, Count, Priority
+from gpubroker.wire.bounds import MAX_PRIORITY, Amount, Count, Priority
 from gpubroker.wire.policy import Pool as ShownPool
 from gpubroker.wire.policy import TaskMaximum
 from gpubroker.wire.policy import TenantPolicy as ShownTenantPolicy
@@ -24,7 +24,7 @@ from gpubroker_server.core.domain.units import Instant, Position, Seconds
 HALF_LIFE_SECONDS = Seconds(86_400.0)
 
 BANDS: tuple[tuple[str, int, int], ...] = (
-    ("critical", 90, MOST_PRIORITY),
+    ("critical", 90, MAX_PRIORITY),
     ("interactive", 70, 89),
     ("batch", 40, 69),
     ("background", 10, 39),
@@ -62,12 +62,12 @@ class InferenceServers(Struct, frozen=True):
 NO_SERVERS = InferenceServers()
 
 
-PRIORITIES_IN_WORDS = f"0 to {MOST_PRIORITY} or one of {', '.join(BAND_NAMES)}"
+PRIORITIES_IN_WORDS = f"0 to {MAX_PRIORITY} or one of {', '.join(BAND_NAMES)}"
 
 
 def priority_of(text: str) -> int | None:
     """Return the priority that a number or the name of a band means; None for other text."""
-    if text.isascii() and text.isdecimal() and len(text) <= 3 and int(text) <= MOST_PRIORITY:
+    if text.isascii() and text.isdecimal() and len(text) <= 3 and int(text) <= MAX_PRIORITY:
         return int(text)
     return BAND_NAMES.get(text)
 

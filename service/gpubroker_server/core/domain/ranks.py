@@ -20,11 +20,11 @@ from gpubroker_server.core.domain.holders import (
 from gpubroker_server.core.domain.task import Task, TaskState, members_of
 from gpubroker_server.core.domain.units import Instant, NodeName
 
-MOST_RANKS = 256
+MAX_RANKS = 256
 """The most ranks of one claim, including those that have left. The limit exists because every report of a
 rank writes the whole list."""
 
-MOST_FAILED_JOINS = 3
+MAX_FAILED_JOINS = 3
 """The number of failed joins after which a gang grows no more before its next start. A gang that fails this
 often may be unable to grow."""
 
@@ -158,11 +158,11 @@ def vacant_bundles(task: Task) -> tuple[int, ...]:
             return ()
     if any(member.is_joining or member.has_finished for member in members):
         return ()
-    if failed_joins(members) >= MOST_FAILED_JOINS:
+    if failed_joins(members) >= MAX_FAILED_JOINS:
         return ()
     taken = {bundle_of(members, member.rank) for member in members if not member.has_ended}
     vacant = (bundle for bundle in range(len(demand.bundles)) if bundle not in taken)
-    return tuple(vacant)[: max(0, MOST_RANKS - len(members))]
+    return tuple(vacant)[: max(0, MAX_RANKS - len(members))]
 
 
 def failed_joins(members: Iterable[Member]) -> int:

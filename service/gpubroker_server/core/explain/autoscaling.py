@@ -75,7 +75,7 @@ class AutoscalingDemand(Struct, frozen=True):
         return total_of(self.unmet)
 
 
-MOST_BUNDLES = 1000
+MAX_BUNDLES = 1000
 """The most bundles that are reported, because an autoscaler plans for each of them. One of each shape comes
 first, then further ones of the shapes that most tasks have."""
 
@@ -94,8 +94,8 @@ def room_for_all(demand: AutoscalingDemand) -> list[dict[str, float]]:
         bundle = {name: float(amount) for name, amount in amounts.items() if amount}
         if bundle:
             first.append(bundle)
-            more += [bundle] * min(count - 1, MOST_BUNDLES - len(more))
-    return [*first, *more][:MOST_BUNDLES]
+            more += [bundle] * min(count - 1, MAX_BUNDLES - len(more))
+    return [*first, *more][:MAX_BUNDLES]
 
 
 class DemandScope(Struct, frozen=True):

@@ -23,8 +23,8 @@ from gpubroker_server.core.domain.holders import (
 from gpubroker_server.core.domain.node_capacity import BUSY_CPU, SLOW_START_SECONDS
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import (
-    MOST_FAILED_JOINS,
-    MOST_RANKS,
+    MAX_FAILED_JOINS,
+    MAX_RANKS,
     failed_joins,
     nodes_of,
     vacant_bundles,
@@ -303,9 +303,9 @@ def _missing_ranks(world: World, task: Task, policy: Policy, now: Instant) -> st
     if bundles := vacant_bundles(task):
         explanation = _why_none_joins(world, task, bundles[0], policy, now)
         return f"{lack} and join when there is room that no waiting task can use; {explanation}"
-    used = f"{len(members)} rank numbers are used (at most {MOST_RANKS})"
+    used = f"{len(members)} rank numbers are used (at most {MAX_RANKS})"
     return (
-        f"{lack} until its next start: {failed} that joined failed (at most {MOST_FAILED_JOINS}), and {used}"
+        f"{lack} until its next start: {failed} that joined failed (at most {MAX_FAILED_JOINS}), and {used}"
     )
 
 

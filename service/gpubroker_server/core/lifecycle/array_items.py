@@ -29,7 +29,7 @@ alone, because one of several items may have ended the process."""
 CHUNKS_AHEAD = 10
 """The number of chunks in which a run gets the items that it wants, about a second of work, if the array has
 no chunk size."""
-MOST_WANTED = 1000
+MAX_WANTED = 1000
 """The most items that a run may hold: the cost of its reports for the leader grows with them."""
 ARRAY_RESULTS_TOO_LARGE = "array_results_too_large"
 """The failure kind of an item whose result was dropped, because its array has too many bytes of results."""
@@ -145,7 +145,7 @@ class ArrayWork:
         items = [number for number in self._held[run] if self._status[number] == _HELD]
         # Nothing is given beside a suspect, so that another crash proves that the suspect is the cause.
         if not any(number in self._crashes for number in items):
-            wanted = min(wanted, MOST_WANTED)
+            wanted = min(wanted, MAX_WANTED)
             share = -(-self.left // (2 * len(self._held)))
             chunk = self.terms.chunk or max(1, min(wanted // CHUNKS_AHEAD, share))
             lacking = max(chunk, min(wanted, share)) - len(items)

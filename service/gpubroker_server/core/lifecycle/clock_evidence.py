@@ -14,7 +14,7 @@ from gpubroker_server.core.domain.units import Instant, MonotonicSeconds, Second
 BOUND_SECONDS = Seconds(60.0)
 """The greatest difference from the expected time at which a wall clock is not contradicted."""
 
-MOST_DRIFT = 0.001
+MAX_DRIFT = 0.001
 """The seconds per second by which two healthy clocks may differ in speed. NTP slews by half of it."""
 
 STEADY_SECONDS = Seconds(3600.0)
@@ -66,7 +66,7 @@ def add_reading(known: ClockEvidence, wall: Instant, boot: MonotonicSeconds) -> 
     if abs(difference) <= BOUND_SECONDS:
         # The expected offset changes no faster than healthy clocks drift. Otherwise a clock that is set ahead
         # in many small steps would never be contradicted.
-        drift = MOST_DRIFT * (boot - known.read_at)
+        drift = MAX_DRIFT * (boot - known.read_at)
         expected_seconds = known.expected_seconds + max(-drift, min(drift, difference))
         return ClockEvidence(expected_seconds, offset_seconds, known.since, boot)
     contradiction = known.contradiction

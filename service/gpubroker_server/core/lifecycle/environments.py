@@ -22,7 +22,7 @@ from gpubroker_server.core.world.world import World
 NODES_AT_ONCE = 16
 """The most nodes that prepare one environment at the same time, so that a package index is not asked by a
 whole cluster at once."""
-MOST_FAILURES = 200
+MAX_FAILURES = 200
 """The most tasks that fail in one cycle. The others fail in the next."""
 ORDERED = "about to begin"
 
@@ -42,7 +42,7 @@ def due(world: World, now: Instant) -> list[Decision]:
             changed[node.name] = _with_entry(row, entry), [*orders, order]
         failed += _failures(world, key, tasks, now)
     prepared = [replace(_written(row, "prepare"), orders=tuple(orders)) for row, orders in changed.values()]
-    return prepared + failed[:MOST_FAILURES]
+    return prepared + failed[:MAX_FAILURES]
 
 
 def seen(world: World, reports: Iterable[EnvironmentReported], now: Instant) -> list[Decision]:

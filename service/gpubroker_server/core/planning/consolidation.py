@@ -31,13 +31,13 @@ from gpubroker_server.core.world.world import World
 EVERY_SECONDS = Seconds(1.0)
 """The time between two searches for a move."""
 
-MOST_TASKS = 8
+MAX_TASKS = 8
 """The number of the first tasks of the queue for which a move is tried."""
 
-MOST_RUNS = 4
+MAX_RUNS = 4
 """The most runs that are moved for one task."""
 
-MOST_PROBES = 2_000
+MAX_PROBES = 2_000
 """The most probes of one search, which take some tens of milliseconds. A task that needs more gets no
 move."""
 
@@ -65,7 +65,7 @@ class Consolidation:
             return None
         self._pace.done(now)
         self._moved = [moved_at for moved_at in self._moved if 0 <= now - moved_at < HOUR_SECONDS]
-        limit = min(MOST_RUNS, policy.consolidation - len(self._moved))
+        limit = min(MAX_RUNS, policy.consolidation - len(self._moved))
         return consolidate(world, policy, now, forecasts, limit) if limit > 0 else None
 
     def count(self, decision: Decision, now: Instant) -> None:
@@ -74,7 +74,7 @@ class Consolidation:
 
 
 def consolidate(
-    world: World, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = (), most: int = MOST_RUNS
+    world: World, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = (), most: int = MAX_RUNS
 ) -> Decision | None:
     """Return stop notices to at most `most` runs, for the first task of the queue that fits once they have
     moved. What they free is pledged to the task, and a new place to each of them.
@@ -87,7 +87,7 @@ def consolidate(
     foreseen = {forecast.task: {place.node for place in forecast.places} for forecast in forecasts}
     closed: set[NodeName] = set()
     tried: set[tuple[Demand, int]] = set()
-    for task in first_of_queue(search.draft, policy, now, MOST_TASKS):
+    for task in first_of_queue(search.draft, policy, now, MAX_TASKS):
         if (task.demand, task.priority) not in tried:
             tried.add((task.demand, task.priority))
             decision = search.moves_for(task, closed)
@@ -130,7 +130,7 @@ class _Search:
 
     @property
     def is_exhausted(self) -> bool:
-        return self._probes >= MOST_PROBES
+        return self._probes >= MAX_PROBES
 
     def moves_for(self, task: Task, closed: AbstractSet[NodeName]) -> Decision | None:
         if not self._lacks_one_piece(task):

@@ -15,7 +15,7 @@ from gpubroker_server.core.planning.tenants.quota import QuotaNeeds
 from gpubroker_server.core.world.placement_scores import PlacementScorer
 from gpubroker_server.core.world.world import World
 
-MOST_UNASKED = 10_000
+MAX_UNASKED = 10_000
 """The number of answers about demands that no task has any more above which all answers are dropped."""
 
 
@@ -61,7 +61,7 @@ class PlanCache:
         self.has_grown = bool(grown)
         self.has_news = bool(changed & self.refusals.awaited)
         self.refusals.awaited -= changed
-        if len(self.places) + len(self.refusals) > 4 * len(world.queue.classes) + MOST_UNASKED:
+        if len(self.places) + len(self.refusals) > 4 * len(world.queue.classes) + MAX_UNASKED:
             self.places.clear()
             self.refusals = Refusals()
 

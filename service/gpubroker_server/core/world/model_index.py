@@ -15,7 +15,7 @@ WAIT_BOUNDS: Final = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 
 """The bounds of the histogram of waits, in seconds."""
 
 
-_MOST_NAMES: Final = 1024
+_MAX_NAMES: Final = 1024
 """The most models whose last answer is kept. The number is limited because clients choose the names."""
 
 
@@ -62,7 +62,7 @@ class ModelIndex:
         self._asking: dict[str, dict[TaskId, Task]] = {}
         self._answered_at: dict[str, Instant] = {}
         """Maps a model to the instant at which an inference was last sent to it or answered, as far as this
-        process has seen. Only the `_MOST_NAMES` models that were asked last are kept."""
+        process has seen. Only the `_MAX_NAMES` models that were asked last are kept."""
         self.answered = InferenceCounts()
 
     def note(self, task: Task) -> None:
@@ -103,7 +103,7 @@ class ModelIndex:
         if task.started_at is not None:
             self._answered_at.pop(model, None)
             self._answered_at[model] = task.finished_at or task.started_at
-            if len(self._answered_at) > _MOST_NAMES:
+            if len(self._answered_at) > _MAX_NAMES:
                 del self._answered_at[next(iter(self._answered_at))]
         if task.is_active:
             self._asking.setdefault(model, {})[task.id] = task

@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.units import NodeName
 from gpubroker_server.core.world.ledger import DeviceLedger
 from gpubroker_server.core.world.world import World
 
-_MOST_NAMED: Final = 8
+_MAX_NAMED: Final = 8
 
 
 def gpus_of(world: World, rules: ServerRules) -> list[DeviceLedger]:
@@ -38,5 +38,5 @@ def place_fault(world: World, rules: ServerRules) -> str:
 
 
 def _listed(noun: str, names: Sequence[str]) -> str:
-    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-    return f"there are {', '.join([*names[:_MOST_NAMED], *more])}" if names else f"there are no {noun} yet"
+    more = [f"{len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
+    return f"there are {', '.join([*names[:_MAX_NAMED], *more])}" if names else f"there are no {noun} yet"

@@ -15,9 +15,9 @@ from gpubroker_server.http.routing import Call, Caller, Resource, answer
 
 resource = Resource("administration")
 
-MOST_BYTES = 32 * 1024
+MAX_BYTES = 32 * 1024
 """The largest size of a secret, which becomes an environment variable."""
-MOST_SECRETS = 1000
+MAX_SECRETS = 1000
 """The largest number of secrets of a tenant."""
 
 _TEXT: dict[str, Any] = {"text/plain": {"schema": {"type": "string", "minLength": 1}}}
@@ -40,8 +40,8 @@ async def set_secret(call: Call, parts: Parts, name: str) -> Response:
     text = _checked(name, await call.body())
     tenant = call.identity.tenant
     names = await parts.secrets.names(tenant)
-    if name not in names and len(names) >= MOST_SECRETS:
-        detail = f"your tenant has {len(names)} secrets, and may have {MOST_SECRETS}; delete some"
+    if name not in names and len(names) >= MAX_SECRETS:
+        detail = f"your tenant has {len(names)} secrets, and may have {MAX_SECRETS}; delete some"
         raise invalid(Fault(pointer="", detail=detail, code="too-many-secrets"))
     await _note(call.identity, parts, "secret.set", name)
     await parts.secrets.put(tenant, name, text)
@@ -85,9 +85,9 @@ def _checked(name: str, body: bytes) -> str:
         text = body.decode()
     except UnicodeDecodeError:
         text = ""
-    if not text or "\0" in text or len(body) > MOST_BYTES:
+    if not text or "\0" in text or len(body) > MAX_BYTES:
         detail = (
-            f"the body has to be the text of the secret in UTF-8, 1 to {MOST_BYTES} bytes without NUL; it "
+            f"the body has to be the text of the secret in UTF-8, 1 to {MAX_BYTES} bytes without NUL; it "
             f"has {len(body)} bytes"
         )
         raise invalid(Fault(pointer="", detail=detail, code="bad-secret"))

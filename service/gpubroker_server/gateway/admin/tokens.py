@@ -23,7 +23,7 @@ from gpubroker_server.ports.store import TokenRow
 
 resource = Resource("administration")
 
-MOST_NAMED = 5
+MAX_NAMED = 5
 
 
 class CreateToken(Body):
@@ -109,7 +109,7 @@ def _check_tenant(tenant: str, policy: Policy, others: Set[str]) -> None:
     if not configured or tenant in tenants:
         return
     suggestion = did_you_mean(
-        tenant, tenants, otherwise=f"known are {', '.join(sorted(tenants)[:MOST_NAMED])}"
+        tenant, tenants, otherwise=f"known are {', '.join(sorted(tenants)[:MAX_NAMED])}"
     )
     is_new = "For a new one send new_tenant: true (--new-tenant)"
     detail = f'nobody has configured a tenant "{tenant}"; {suggestion} {is_new}'

@@ -19,8 +19,8 @@ from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobStore, Ta
 
 PAGES_AT_ONCE = 50
 """The number of pages of results that are read in one query."""
-MOST_LINES = 10_000
-MOST_BYTES = 16 * 2**20
+MAX_LINES = 10_000
+MAX_BYTES = 16 * 2**20
 """The size of an answer at which no further page of results is added."""
 
 
@@ -31,7 +31,7 @@ class ItemQuery(Query):
             ge=-1, description="By number: only items after this one. By completion: `next_after` of a page."
         ),
     ] = None
-    limit: Annotated[int, Field(ge=1, le=MOST_LINES, description="A page may have some more.")] = 1000
+    limit: Annotated[int, Field(ge=1, le=MAX_LINES, description="A page may have some more.")] = 1000
     state: Literal["succeeded", "failed"] | None = None
     order: Annotated[
         Literal["number", "completed"],
@@ -47,13 +47,13 @@ async def lines_of_items(
     store: TaskStore, blobs: BlobStore, array: TaskId, query: ItemQuery
 ) -> tuple[list[bytes], int, bool]:
     """Return lines of results, the value of `after` for the next request, and True if more results exist now.
-    Lines are added in whole pages until `query.limit` or `MOST_BYTES` is reached."""
+    Lines are added in whole pages until `query.limit` or `MAX_BYTES` is reached."""
     by_commit = query.order == "completed"
     after = (0 if by_commit else -1) if query.after is None else query.after
     failed = None if query.state is None else query.state == "failed"
     lines: list[bytes] = []
     size_bytes = 0
-    while len(lines) < query.limit and size_bytes < MOST_BYTES:
+    while len(lines) < query.limit and size_bytes < MAX_BYTES:
         wanted = PageFilter(array, by_commit, after, failed, PAGES_AT_ONCE)
         pages = await store.item_pages(wanted)
         for page in pages:
@@ -63,7 +63,7 @@ async def lines_of_items(
             lines += of_page
             size_bytes += sum(map(len, of_page))
             after = page.page if by_commit else page.first + page.count - 1
-            if len(lines) >= query.limit or size_bytes >= MOST_BYTES:
+            if len(lines) >= query.limit or size_bytes >= MAX_BYTES:
                 break
         if len(pages) < PAGES_AT_ONCE:
             break

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, Protocol
 
-from gpubroker.wire.bounds import MOST_ITEMS
+from gpubroker.wire.bounds import MAX_ITEMS
 from msgspec import to_builtins
 from msgspec.structs import replace
 from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
@@ -13,7 +13,7 @@ from pydantic_core import from_json, to_json
 
 from gpubroker_server.core.admission.admit import like
 from gpubroker_server.core.admission.submission import Submission
-from gpubroker_server.core.domain.orders import MOST_HELD, ItemRange
+from gpubroker_server.core.domain.orders import MAX_HELD, ItemRange
 from gpubroker_server.core.domain.submission import (
     ARRAY_LABEL,
     ArrayTerms,
@@ -36,7 +36,7 @@ from gpubroker_server.http.problems import Fault
 from gpubroker_server.ports.store import BatchSubmission
 
 MAX_WORKERS = 256
-MAX_CHUNK = MOST_HELD // 2
+MAX_CHUNK = MAX_HELD // 2
 """The largest number of items in a chunk. It is half of what a worker may hold, because a worker gets its
 next chunk before it has finished the last."""
 _LENGTH_BYTES = 8
@@ -49,7 +49,7 @@ class GivenObjects(Protocol):
     async def copied(self, tenant: str, object_id: str, pointer: str) -> bytes: ...
 
 
-Count = Annotated[int, Field(ge=1, le=MOST_ITEMS, description="How many items a pickled list has.")]
+Count = Annotated[int, Field(ge=1, le=MAX_ITEMS, description="How many items a pickled list has.")]
 
 
 class ObjectItems(Body):
@@ -129,8 +129,8 @@ async def items_of(body: SubmitArray, objects: GivenObjects, tenant: str) -> Giv
             packed, listed = to_json(body.items), body.items
     if not listed:
         raise invalid(Fault(pointer="/items", detail="an array needs one item or more", code="no-items"))
-    if len(listed) > MOST_ITEMS:
-        detail = f"an array has at most {MOST_ITEMS} items; there are {len(listed)}; make several arrays"
+    if len(listed) > MAX_ITEMS:
+        detail = f"an array has at most {MAX_ITEMS} items; there are {len(listed)}; make several arrays"
         raise invalid(Fault(pointer="/items", detail=detail, code="too-many-items"))
     named = await asyncio.to_thread(objects_among, enumerate(listed), "/items")
     return GivenItems(packed, False, len(listed), named)

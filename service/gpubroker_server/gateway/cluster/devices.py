@@ -28,7 +28,7 @@ from gpubroker_server.http.routing import STORED, Caller, Endpoint, Resource, an
 
 resource = Resource("cluster")
 
-MOST_NAMED = 20
+MAX_NAMED = 20
 ITEMS_AT_ONCE = 100
 """The number of items after which other requests have their turn. The history of so many items takes 10
 ms."""
@@ -116,7 +116,7 @@ def _known(world: World, gpu: str) -> DeviceKey:
     devices = [world.ledgers[key].device for key in sorted(world.ledgers)]
     matching = [device.key for device in devices if gpu in (device.uuid, device.key, device.label)]
     if not matching:
-        labels = ", ".join(device.label for device in devices[:MOST_NAMED])
+        labels = ", ".join(device.label for device in devices[:MAX_NAMED])
         raise Problem("not-found", f'there is no GPU "{gpu[:100]}"; GPUs: {labels or "none yet"}')
     return matching[0]
 

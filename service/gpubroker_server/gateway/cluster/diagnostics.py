@@ -34,7 +34,7 @@ resource = Resource("cluster")
 
 WAITED_SECONDS = Seconds(600.0)
 """A task is judged only after it has waited for this time, because some causes end by themselves before."""
-MOST_JUDGED = 50
+MAX_JUDGED = 50
 """The largest number of demands of which one task is judged. Each takes some milliseconds with a thousand
 devices."""
 
@@ -176,13 +176,13 @@ def _why_closed(world: World, node: Node) -> str:
 
 def longest_waiting(world: World, now: Instant, may_see: Callable[[str], bool]) -> list[Task]:
     """Return the longest waiting task of each demand, of the tenants that the caller may see, but at most
-    `MOST_JUDGED` tasks."""
+    `MAX_JUDGED` tasks."""
     first: dict[Demand, Member] = {}
     for group in world.queue.groups.values():
         oldest = group.member(0)
         if now - oldest[0] >= WAITED_SECONDS and may_see(group.tenant):
             first[group.demand] = min(oldest, first.get(group.demand, oldest))
-    return [world.tasks[task] for _, task in sorted(first.values())[:MOST_JUDGED]]
+    return [world.tasks[task] for _, task in sorted(first.values())[:MAX_JUDGED]]
 
 
 def _shown(finding: Finding) -> ShownFinding:

@@ -38,12 +38,12 @@ SUBMIT_SECONDS = 2.0
 WAIT_SECONDS = 60.0
 """The queue TTL of a template's task. A device that was idle is in use if the task does not start within
 it."""
-MOST_BYTES = 256 * 1024
+MAX_BYTES = 256 * 1024
 """The largest body of a template's tasks, because every leader reads all templates."""
-MOST_TEMPLATES = 32
+MAX_TEMPLATES = 32
 """The largest number of templates, because the leader searches them for each idle device every few
 seconds."""
-MOST_WEIGHT = 1000
+MAX_WEIGHT = 1000
 _OURS = frozenset({"priority", "held", "name", "after", "not_before", "queue_ttl_seconds", "deadline_at"})
 """Fields of a task's body that the service sets, or that make no sense for a task that is submitted again and
 again."""
@@ -64,7 +64,7 @@ class CreateIdleTemplate(Body):
     ]
     weight: Annotated[
         int,
-        Field(ge=1, le=MOST_WEIGHT, description="Templates share what is idle in proportion to it."),
+        Field(ge=1, le=MAX_WEIGHT, description="Templates share what is idle in proportion to it."),
     ] = 1
     max_running: Annotated[int, Field(ge=1, le=100_000)]
 
@@ -100,8 +100,8 @@ async def create_idle_template(call: Call, parts: Parts, body: JsonBody[CreateId
         detail = "a gang is for no idle device; leave ranks and bundles out"
         raise invalid(Fault(pointer="/task/resources", detail=detail, code="not-in-a-template"))
     templates = await parts.store.idle_templates()
-    if len(templates) >= MOST_TEMPLATES:
-        detail = f"there are {len(templates)} idle templates, and may be {MOST_TEMPLATES}; delete some"
+    if len(templates) >= MAX_TEMPLATES:
+        detail = f"there are {len(templates)} idle templates, and may be {MAX_TEMPLATES}; delete some"
         raise invalid(Fault(pointer="", detail=detail, code="too-many-templates"))
     template = IdleTemplate(
         Template(body.name, demand, body.weight, body.max_running),
@@ -241,8 +241,8 @@ def _check_body(body: SubmitTask, raw: bytes) -> None:
         Fault(pointer=f"/task/{name}", detail="is not for a template: leave it out", code="not-in-a-template")
         for name in sorted(_OURS & body.model_fields_set)
     ]
-    if len(raw) > MOST_BYTES:
-        detail = f"has {len(raw)} bytes, and may have {MOST_BYTES}; put large arguments into an object"
+    if len(raw) > MAX_BYTES:
+        detail = f"has {len(raw)} bytes, and may have {MAX_BYTES}; put large arguments into an object"
         faults.append(Fault(pointer="/task", detail=detail, code="too-large"))
     if faults:
         raise invalid(*faults)

@@ -39,8 +39,8 @@ from gpubroker_server.http.routing import STORED, Caller, Endpoint, Resource, an
 
 resource = Resource("cluster")
 
-MOST_SECONDS = 30 * 86_400.0
-MOST_NAMED = 20
+MAX_SECONDS = 30 * 86_400.0
+MAX_NAMED = 20
 NO_HISTORY = HistoryQuery(history="0")
 
 AnyNode = TypeVar("AnyNode", bound=ShownNode)
@@ -127,7 +127,7 @@ class DrainNode(CordonNode):
         float | None,
         Field(
             ge=0,
-            le=MOST_SECONDS,
+            le=MAX_SECONDS,
             description="From now; then all that is left is ended, whatever its priority. Null: what is "
             "critical, or protected from preemption, stays.",
         ),
@@ -206,7 +206,7 @@ def _known(parts: Parts, name: str) -> Node:
     """Return a node. Raises Problem not-found if there is no such node."""
     node = parts.world.nodes.get(NodeName(name))
     if node is None:
-        names = ", ".join(sorted(parts.world.nodes)[:MOST_NAMED]) or "none yet"
+        names = ", ".join(sorted(parts.world.nodes)[:MAX_NAMED]) or "none yet"
         raise Problem("not-found", f'there is no node "{name[:100]}"; nodes: {names}')
     return node
 

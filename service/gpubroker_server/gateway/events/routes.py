@@ -25,7 +25,7 @@ resource = Resource("events")
 
 
 WINDOW = 500
-MOST_WINDOWS = 40
+MAX_WINDOWS = 40
 """The largest number of windows, 20,000 events together, that are searched for the newest events that a token
 may see."""
 
@@ -220,11 +220,11 @@ async def _newest(request: EventRequest, last: int, head: Position) -> Sequence[
 
 async def _newest_of_log(request: EventRequest, last: int, head: Position) -> Sequence[Event]:
     """Return the newest `last` events of the whole log that are asked for. The log is read backwards from its
-    head in windows, of which there are at most `MOST_WINDOWS`."""
+    head in windows, of which there are at most `MAX_WINDOWS`."""
     store = request.parts.records.store
     found: list[Event] = []
     end, oldest = head, await store.oldest()
-    for _ in range(MOST_WINDOWS):
+    for _ in range(MAX_WINDOWS):
         start = Position(max(oldest - 1, end - WINDOW))
         inside = [event for event in await store.events(start, WINDOW) if event.position <= end]
         found = [*await request.of(inside), *found]

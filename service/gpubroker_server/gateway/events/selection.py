@@ -12,7 +12,7 @@ from gpubroker_server.http.bodies import EVENT_KIND, Query
 from gpubroker_server.http.identity import Identity, Scope
 from gpubroker_server.ports.store import TaskStore
 
-_MOST_REMEMBERED = 10_000
+_MAX_REMEMBERED = 10_000
 
 Kind = Annotated[str, StringConstraints(max_length=100, pattern=EVENT_KIND)]
 
@@ -87,7 +87,7 @@ class LabelledTasks:
         unknown = sorted(tasks)
         if not unknown:
             return
-        if len(self._is_labelled) > _MOST_REMEMBERED:
+        if len(self._is_labelled) > _MAX_REMEMBERED:
             self._is_labelled.clear()
         specs = await self._store.specs(unknown)
         for task in unknown:

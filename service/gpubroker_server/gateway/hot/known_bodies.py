@@ -20,8 +20,8 @@ from gpubroker_server.gateway.tasks.run_text import (
 )
 from gpubroker_server.http.routing import Call, check_content_type
 
-MOST_KNOWN: Final = 64
-MOST_BYTES: Final = 16 * 1024
+MAX_KNOWN: Final = 64
+MAX_BYTES: Final = 16 * 1024
 """Surroundings with more bytes are not kept."""
 
 
@@ -59,10 +59,10 @@ class KnownBodies:
                 self._last = surroundings, earlier
                 return _like(earlier, tenant, arguments)
         submission = submission_of(self._read_body(call, text), tenant)
-        if len(surroundings.before) + len(surroundings.after) <= MOST_BYTES and is_split_at_run(split):
+        if len(surroundings.before) + len(surroundings.after) <= MAX_BYTES and is_split_at_run(split):
             self._last = surroundings, submission
             self._known[surroundings] = submission
-            if len(self._known) > MOST_KNOWN:
+            if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         return submission
 

@@ -20,7 +20,7 @@ from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import DAY_SECONDS, Seconds
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.status.task_view import Live, device_shares, failure_of
-from gpubroker_server.gateway.submission.resources import MOST_GPUS, Kinds, SizeMb
+from gpubroker_server.gateway.submission.resources import MAX_GPUS, Kinds, SizeMb
 from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority
 from gpubroker_server.http.bodies import Body, Labels, LabelValue, line
 from gpubroker_server.http.faults import invalid
@@ -28,7 +28,7 @@ from gpubroker_server.http.problems import Fault, Problem
 from gpubroker_server.http.proxies import current_prefix
 from gpubroker_server.ports.store import TaskRecord
 
-_MOST_PIDS = 2**22
+_MAX_PIDS = 2**22
 
 TtlSeconds = Annotated[
     float,
@@ -47,7 +47,7 @@ class AskLease(Body):
         str, line(200, 1), Field(description="The name that people see.", examples=["vllm on :8000"])
     ]
     gpu_mb: Annotated[SizeMb, Field(description="The memory of each GPU.")] | None = None
-    gpus: Annotated[int, Field(ge=1, le=MOST_GPUS)] = 1
+    gpus: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1
     priority: Priority | None = None
     ttl_seconds: TtlSeconds = 60.0
     grace_seconds: Annotated[GraceSeconds | None, Field(description="The time from a notice to force.")] = (
@@ -57,7 +57,7 @@ class AskLease(Body):
         int | None,
         Field(
             ge=1,
-            le=_MOST_PIDS,
+            le=_MAX_PIDS,
             description="A process on that node. What it and its children use counts as this lease's, and "
             "the lease ends with the process, which is never signalled. Needs the scope `tasks:command`; a "
             "process of a run, of another lease or of the broker ends the lease (`not_your_process`). Left "
@@ -67,7 +67,7 @@ class AskLease(Body):
     node: Annotated[LabelValue | None, Field(description="Only on this node.")] = None
     devices: Annotated[
         list[Annotated[str, line(100, 1)]],
-        Field(max_length=MOST_GPUS, description="Only of these GPUs, by UUID."),
+        Field(max_length=MAX_GPUS, description="Only of these GPUs, by UUID."),
     ] = Field(default_factory=list)
     kinds: Annotated[Kinds, Field(description="Only of GPUs of one of these kinds.")] = Field(
         default_factory=list

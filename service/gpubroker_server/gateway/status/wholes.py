@@ -29,7 +29,7 @@ from gpubroker_server.http.faults import invalid
 from gpubroker_server.http.problems import Fault
 from gpubroker_server.ports.store import TaskRecord, TaskStore
 
-_MOST_LISTED = 5
+_MAX_LISTED = 5
 """The largest number of workers that a refusal names; further workers are only counted."""
 
 
@@ -182,11 +182,11 @@ async def _named_worker(
 
 def _listed(whole: Whole, workers: Sequence[TaskId]) -> str:
     """Return a text that names the first of these workers, and the route that lists all of them."""
-    shown = ", ".join(workers[:_MOST_LISTED])
-    if len(workers) <= _MOST_LISTED:
+    shown = ", ".join(workers[:_MAX_LISTED])
+    if len(workers) <= _MAX_LISTED:
         return shown
     route = "arrays" if whole.is_array else "worker-sets"
-    return f"{shown} and {len(workers) - _MOST_LISTED} more (GET /{route}/{whole.first.task.id})"
+    return f"{shown} and {len(workers) - _MAX_LISTED} more (GET /{route}/{whole.first.task.id})"
 
 
 def failure_of_whole(whole: Whole, standing: WholeState) -> Failure | None:

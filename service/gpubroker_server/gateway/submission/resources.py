@@ -13,11 +13,11 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from gpubroker_server.core.admission.defaults import LEARNED, GpuSize
 from gpubroker_server.core.admission.roles import max_of_roles
-from gpubroker_server.core.domain.ranks import MOST_RANKS
+from gpubroker_server.core.domain.ranks import MAX_RANKS
 from gpubroker_server.http.bodies import Body, KindName, LabelKey, NodeLabels, line
 
 MAX_MB: Final = 16_777_216
-MOST_GPUS: Final = 1024
+MAX_GPUS: Final = 1024
 
 SizeMb = Annotated[int, Field(ge=1, le=MAX_MB)]
 Kinds = Annotated[list[KindName], Field(max_length=32)]
@@ -44,7 +44,7 @@ GpuMb = Annotated[
         }
     ),
 ]
-Gpus = Annotated[int, Field(ge=0, le=MOST_GPUS)]
+Gpus = Annotated[int, Field(ge=0, le=MAX_GPUS)]
 Cpu = Annotated[float, Field(ge=0, le=100_000)]
 MemoryMb = Annotated[int, Field(ge=0, le=1_073_741_824)]
 Custom = Annotated[dict[LabelKey, Annotated[float, Field(gt=0, le=1e9)]], Field(max_length=32)]
@@ -147,7 +147,7 @@ class Bundle(Amounts):
             description="The profile whose sizes hold for what this bundle leaves out. Default: the task's."
         ),
     ] = ""
-    count: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
+    count: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
 
 
 class Resources(Amounts):
@@ -168,7 +168,7 @@ class Resources(Amounts):
     bundles: Annotated[
         list[Bundle],
         Field(
-            max_length=MOST_RANKS,
+            max_length=MAX_RANKS,
             description="A gang: one process per rank, numbered in this order; all start or none. Beside the "
             "bundles give only what holds for all ranks: kinds, nodes and the other restrictions, and pool.",
             examples=[[{"count": 4, "gpus": 1}, {"cpu": 2}]],
@@ -182,7 +182,7 @@ class Resources(Amounts):
         ),
     ] = "pack"
     min_ranks: (
-        Annotated[int, Field(ge=1, le=MOST_RANKS, description="It can run with only this many first ranks.")]
+        Annotated[int, Field(ge=1, le=MAX_RANKS, description="It can run with only this many first ranks.")]
         | None
     ) = None
 
@@ -216,9 +216,9 @@ class Resources(Amounts):
             raise PydanticCustomError(
                 "contradiction", "{wrong} has no effect beside bundles; put it into them", {"wrong": wrong}
             )
-        if ranks > MOST_RANKS:
+        if ranks > MAX_RANKS:
             raise PydanticCustomError(
-                "too_many_ranks", "{ranks} ranks; at most {most}", {"ranks": ranks, "most": MOST_RANKS}
+                "too_many_ranks", "{ranks} ranks; at most {most}", {"ranks": ranks, "most": MAX_RANKS}
             )
         if self.min_ranks is not None and self.min_ranks > ranks:
             raise PydanticCustomError(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from gpubroker.wire.bounds import MOST_GRACE_SECONDS, MOST_PRIORITY, MOST_RETRIES
+from gpubroker.wire.bounds import MAX_GRACE_SECONDS, MAX_PRIORITY, MAX_RETRIES
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -88,14 +88,14 @@ def _not_reserved(name: str) -> str:
 
 Priority = Annotated[
     int,
-    Field(ge=0, le=MOST_PRIORITY),
+    Field(ge=0, le=MAX_PRIORITY),
     BeforeValidator(_band_value),
     WithJsonSchema(
         {
-            "description": f"0 (lowest) to {MOST_PRIORITY}, or the name of a band, which means its middle "
+            "description": f"0 (lowest) to {MAX_PRIORITY}, or the name of a band, which means its middle "
             "value.",
             "anyOf": [
-                {"type": "integer", "minimum": 0, "maximum": MOST_PRIORITY},
+                {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY},
                 {"type": "string", "enum": list(BAND_NAMES)},
             ],
         }
@@ -108,9 +108,9 @@ Placement = Annotated[
         "holders, then those of which the smallest share is taken, then on the node with the fewest runs."
     ),
 ]
-GraceSeconds = Annotated[float, Field(ge=0, le=MOST_GRACE_SECONDS)]
+GraceSeconds = Annotated[float, Field(ge=0, le=MAX_GRACE_SECONDS)]
 TimeoutSeconds = Annotated[float, Field(gt=0, le=30 * DAY_SECONDS)]
-MaxRetries = Annotated[int, Field(ge=0, le=MOST_RETRIES)]
+MaxRetries = Annotated[int, Field(ge=0, le=MAX_RETRIES)]
 RetryCauses = Annotated[
     list[RetryOn],
     Field(

@@ -10,7 +10,7 @@ from starlette.responses import StreamingResponse
 
 from gpubroker_server.core.domain.holders import is_started_by_agent
 from gpubroker_server.core.domain.orders import LogName
-from gpubroker_server.core.domain.ranks import MOST_RANKS
+from gpubroker_server.core.domain.ranks import MAX_RANKS
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Fence, Instant
 from gpubroker_server.gateway.parts import Parts
@@ -92,7 +92,7 @@ async def read_log(
 def _check_exists(task: Task, query: LogQuery, last_attempt: int) -> None:
     """Check that the task has such an attempt and rank. Raises Problem validation-failed."""
     demand = task.demand
-    ranks = len(demand.bundles) if demand.min_ranks is None else MOST_RANKS
+    ranks = len(demand.bundles) if demand.min_ranks is None else MAX_RANKS
     if query.attempt is not None and query.attempt > last_attempt:
         detail = f"the task has had {task.fence} attempts; left out, the newest is read"
         raise invalid(Fault(pointer="query:attempt", detail=detail, code="too-large"))

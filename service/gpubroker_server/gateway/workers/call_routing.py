@@ -34,9 +34,9 @@ ANSWER_SHARE, ANSWER_SECONDS = 0.1, 1.0
 gives the call up. This leaves the worker time to report that it has not begun the call."""
 LOOK_SECONDS = 0.1
 """The interval at which the World is read while calls wait for a worker."""
-MOST_WAITING = 1000
+MAX_WAITING = 1000
 """The largest number of calls from one gateway that wait in a worker, beside the calls that it works on."""
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """The largest total size of the arguments that a worker has from one gateway, unless it has a single call."""
 
 
@@ -192,15 +192,15 @@ class WorkersOfSet:
         self._turn += 1
         start = self._turn % len(runs)
         in_turn = runs[start:] + runs[:start]
-        limit = workers.max_concurrency + MOST_WAITING
+        limit = workers.max_concurrency + MAX_WAITING
         free = [
             run
             for run in in_turn
             if not self._open[run]
-            or (self._open[run] < limit and self._open_bytes[run] + size_bytes <= MOST_BYTES)
+            or (self._open[run] < limit and self._open_bytes[run] + size_bytes <= MAX_BYTES)
         ]
         if not free:
-            waits = f"{limit} calls, or {MOST_BYTES >> 20} MiB of arguments"
+            waits = f"{limit} calls, or {MAX_BYTES >> 20} MiB of arguments"
             raise Problem("worker-queue-full", set=workers.id, most=waits, workers=len(runs))
         return free[0] if routing == "round_robin" else min(free, key=self._open.__getitem__)
 

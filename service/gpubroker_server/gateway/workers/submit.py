@@ -38,7 +38,7 @@ from gpubroker_server.http.problems import Fault
 from gpubroker_server.ports.store import BatchSubmission
 
 MAX_WORKERS = 256
-MOST_CONCURRENT_CALLS = 1000
+MAX_CONCURRENT_CALLS = 1000
 UNLIMITED_RESTARTS = 2**31 - 1
 OWN_ROLE = "self"
 NEEDS_ONE = "only workers report calls and CPU, so at least one is needed; set min_count to 1 or more"
@@ -122,7 +122,7 @@ class SubmitWorkerSet(SubmitTask):
         int | None,
         Field(
             ge=1,
-            le=MOST_CONCURRENT_CALLS,
+            le=MAX_CONCURRENT_CALLS,
             description="How many calls a worker runs at once. Default: that of the profile, or 1.",
         ),
     ] = None
@@ -243,7 +243,7 @@ async def new_worker_set(
     now = submissions.clock.now()
     ids = submissions.ids.tasks(now, most)
     usual = submissions.defaults.named(body.model_type, body.profile).max_concurrency
-    concurrency = min(first(body.max_concurrency, usual, 1), MOST_CONCURRENT_CALLS)
+    concurrency = min(first(body.max_concurrency, usual, 1), MAX_CONCURRENT_CALLS)
     workers = WorkerSet(
         id=ids[0],
         tenant=worker.tenant,

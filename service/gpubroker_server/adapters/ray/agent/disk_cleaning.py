@@ -46,9 +46,9 @@ from gpubroker_server.core.domain.units import Instant
 
 log = structlog.get_logger("gpubroker.agent")
 
-MOST_FILES = 100_000
+MAX_FILES = 100_000
 """The most files of each root that one pass examines."""
-MOST_DELETED = 1_000
+MAX_DELETED = 1_000
 """The most files that one pass deletes."""
 PASS_SECONDS = 600.0
 """The time limit of a pass, not counting the sync commands."""
@@ -206,25 +206,25 @@ class DiskCleaner:
             )  # fmt: skip
             chosen += map(_found_as, cleaning.files)
             kept.update(cleaning.kept)
-        if len(chosen) > MOST_DELETED:
-            kept["next_pass"] += len(chosen) - MOST_DELETED
+        if len(chosen) > MAX_DELETED:
+            kept["next_pass"] += len(chosen) - MAX_DELETED
         is_first = not looked <= known
         if task.runs_sync and is_first:
             self._remember(looked | (known & {task.digest(root) for root in task.roots}))
-        return Answer(chosen[:MOST_DELETED], kept, is_first, "; ".join(messages))
+        return Answer(chosen[:MAX_DELETED], kept, is_first, "; ".join(messages))
 
     def _files_of(
         self, root: WatchedRoot, task: DiskTask, spared: frozenset[FileId], messages: list[str]
     ) -> Iterator[FileSeen]:
         """Yield the files of a root. Raises OSError, and Unsafe if nothing below this root may be deleted."""
-        walk = Walk(root.path, MOST_FILES, spared)
+        walk = Walk(root.path, MAX_FILES, spared)
         walk.run()
         synced: Mapping[str, int] = {}
         if root.sync_command and task.runs_sync:
             # The sync command runs after the walk, so that it has copied every file that the walk found.
             synced = listing_of(root)
         if not walk.is_complete:
-            message = f"not all of it could be read, or it has more than {MOST_FILES} files"
+            message = f"not all of it could be read, or it has more than {MAX_FILES} files"
             if root.file_class is FileClass.CHECKPOINT:
                 raise Unsafe(message)  # the newest checkpoint may be among the files that were not seen
             messages.append(f"{root.path}: {message}")
@@ -258,7 +258,7 @@ class DiskCleaner:
         deleted: list[FoundFile] = []
         kept: Counter[str] = Counter()
         until = time.monotonic() + PASS_SECONDS
-        for file in files[:MOST_DELETED]:
+        for file in files[:MAX_DELETED]:
             if time.monotonic() > until:
                 kept["next_pass"] += 1
             elif is_at(file.root, task.away):

@@ -24,7 +24,7 @@ log = structlog.get_logger("gpubroker.agent")
 ANSWER_SECONDS = 0.5
 """The longest wait of a sample for a file system. After it the file system is left out of the sample, and is
 asked again only once it has answered."""
-MOST_BYTES = 2**62
+MAX_BYTES = 2**62
 """The largest size that is reported of a file system. Some network file systems report a size beyond the
 limit of a report's field."""
 PRESSURE = Path("/proc/pressure/memory")
@@ -163,7 +163,7 @@ def room_of(path: str) -> tuple[int, int]:
     status = os.statvfs(path)
     used, free = status.f_blocks - status.f_bfree, status.f_bavail
     total_bytes, free_bytes = (used + free) * status.f_frsize, free * status.f_frsize
-    return min(total_bytes, MOST_BYTES), min(free_bytes, MOST_BYTES)
+    return min(total_bytes, MAX_BYTES), min(free_bytes, MAX_BYTES)
 
 
 def room_and_device_of(path: str) -> tuple[int, int, int]:

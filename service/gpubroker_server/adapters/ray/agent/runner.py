@@ -29,7 +29,7 @@ from gpubroker_server.adapters.ray.agent.run_guard import (
     without_own_address,
 )
 
-MOST_CALLS = 9_000
+MAX_CALLS = 9_000
 """The most calls to workers of sets in one process at once. More would make the agent's orders wait."""
 _PACKED_BYTES = 4096
 """The first size of an answer's buffer, which grows as needed. The default would be 256 KiB."""
@@ -103,8 +103,8 @@ class Runner:
         """Call a method of the run's object, and return the packed answer of `SetWorker.call`. `packed`
         contains the role, the method, the form and the arguments."""
         host, _ = self._parts()
-        if self._calls >= MOST_CALLS:
-            return _packed((REFUSED, f"its process has {MOST_CALLS} calls, as many as may be"))
+        if self._calls >= MAX_CALLS:
+            return _packed((REFUSED, f"its process has {MAX_CALLS} calls, as many as may be"))
         self._calls += 1
         try:
             role, method, form, arguments = msgpack.unpackb(packed)

@@ -18,7 +18,7 @@ from gpubroker.runtime.objects import SharedBytes
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gpubroker_server.adapters.ray.agent.host_meter import RaySession
-from gpubroker_server.adapters.ray.agent.runner import MOST_CALLS, Runner
+from gpubroker_server.adapters.ray.agent.runner import MAX_CALLS, Runner
 from gpubroker_server.adapters.ray.agent.runner_process import RunnerProcess, describe
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.processes import ProcessId, files_opened_by, name_of, process_id
@@ -83,7 +83,7 @@ class RayRunners:
             "num_cpus": 0,
             "num_gpus": 0,
             "max_restarts": 0,
-            "max_concurrency": MOST_CALLS + AGENT_CALLS,
+            "max_concurrency": MAX_CALLS + AGENT_CALLS,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False),
         }
         actor = ray.remote(Runner).options(**options)

@@ -22,8 +22,8 @@ from gpubroker_server.adapters.ray.processes import descendants, name_of, proces
 READ_SECONDS = 8.0
 TRIES = 3
 """The number of tries to read a process. A read may fail because the threads go on meanwhile."""
-MOST_PROCESSES = 16
-MOST_CHARACTERS = 100_000
+MAX_PROCESSES = 16
+MAX_CHARACTERS = 100_000
 NOT_PYTHON = "Failed to find python version"
 INSTALL = "py-spy is not installed beside the Python of its node; pip install 'gpubroker-server[ray]' there"
 NOT_ALLOWED = (
@@ -64,7 +64,7 @@ async def _stacks_below(root: int) -> tuple[str, str]:
     """Return the stacks of those processes of a command that run Python and an empty message, or an empty
     text and the reason."""
     table = await asyncio.to_thread(process_table)
-    pids = [process.pid for process in descendants(root, table)][:MOST_PROCESSES]
+    pids = [process.pid for process in descendants(root, table)][:MAX_PROCESSES]
     texts, others = [], []
     for pid in pids:
         try:
@@ -74,7 +74,7 @@ async def _stacks_below(root: int) -> tuple[str, str]:
                 raise
             others.append(name_of(pid) or "ended")
     if texts:
-        return "\n".join(texts)[:MOST_CHARACTERS], ""
+        return "\n".join(texts)[:MAX_CHARACTERS], ""
     return "", f"it is a command, and none of its processes is Python: {', '.join(others) or 'it has none'}"
 
 
@@ -113,7 +113,7 @@ async def _py_spy(*arguments: str) -> tuple[int, bytes, str]:
 
 
 def _text(threads: Sequence[dict[str, Any]]) -> str:
-    return "\n".join(line for thread in threads for line in _lines_of(thread))[:MOST_CHARACTERS]
+    return "\n".join(line for thread in threads for line in _lines_of(thread))[:MAX_CHARACTERS]
 
 
 def _lines_of(thread: dict[str, Any]) -> Iterable[str]:

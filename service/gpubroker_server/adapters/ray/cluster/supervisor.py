@@ -40,7 +40,7 @@ STARTS = 3
 """The number of failed starts after which a node is given up."""
 PAUSE_SECONDS = 5.0
 """The pause after the first failed start of a node. It doubles with each further one."""
-MOST_SAID = 2000
+MAX_SAID = 2000
 REQUEST_SECONDS = 5.0
 """The time within which a client that has connected must send its request."""
 
@@ -171,7 +171,7 @@ class Supervisor:
         try:
             vital = self._start(number)
         except ClusterEnded as fault:
-            tail = (self._folder / LOG).read_text(errors="replace").strip()[-MOST_SAID:]
+            tail = (self._folder / LOG).read_text(errors="replace").strip()[-MAX_SAID:]
             return {"refused": f"{fault}. The log of the cluster ends:\n{tail}"}
         if not vital:
             return {"refused": f"the cluster is being stopped, so {worker_name(number)} was not added"}

@@ -9,7 +9,7 @@ import ray
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.wire import pack
 
-MOST_ACTORS = 4096
+MAX_ACTORS = 4096
 ANSWER_BYTES = 2**20
 """The most bytes of an answer besides its result, which are those of its texts."""
 
@@ -50,7 +50,7 @@ class ActorCalls:
         actor = self._actors.get(key)
         if actor is None:
             actor = self._actors[key] = asyncio.ensure_future(self._find(node, key))
-            while len(self._actors) > MOST_ACTORS:  # the oldest one; a later call looks it up again
+            while len(self._actors) > MAX_ACTORS:  # the oldest one; a later call looks it up again
                 del self._actors[next(iter(self._actors))]
         try:
             return await asyncio.shield(actor)

@@ -14,7 +14,7 @@ from gpubroker_server.adapters.ray.options import RayOptions
 
 LEAVE_SECONDS = 30.0
 """The time that one agent gets to end all runs of its node."""
-MOST_SECONDS = 120.0
+MAX_SECONDS = 120.0
 
 
 class CannotLeave(Exception):
@@ -27,10 +27,10 @@ def leave_cluster(options: RayOptions) -> int:
     try:
         ended = subprocess.run(  # noqa: S603  # our own module
             command, check=False, env={**os.environ, **ray_environment(options)},
-            capture_output=True, text=True, timeout=MOST_SECONDS,
+            capture_output=True, text=True, timeout=MAX_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise CannotLeave(f"Ray at {options.address} did not answer within {MOST_SECONDS:g} s") from None
+        raise CannotLeave(f"Ray at {options.address} did not answer within {MAX_SECONDS:g} s") from None
     if ended.returncode != 0:
         last = ended.stderr.strip().rpartition("\n")[2]
         raise CannotLeave(f"the node agents on Ray at {options.address} could not be ended: {last}")

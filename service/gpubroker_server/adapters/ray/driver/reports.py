@@ -16,7 +16,7 @@ from gpubroker_server.core.domain import device
 from gpubroker_server.core.domain.environment import EnvironmentState, NodeEnvironment
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
-    MOST_HELD,
+    MAX_HELD,
     Checkpointed,
     Ended,
     Ending,
@@ -178,8 +178,8 @@ def _held(_source: Source, ranges: tuple[ItemRange, ...]) -> tuple[ItemRange, ..
         if not last <= first < end:
             raise MalformedReport("the items that a worker holds are ranges in ascending order, none twice")
         last, count = end, count + end - first
-    if count > MOST_HELD:
-        raise MalformedReport(f"a worker holds at most {MOST_HELD} items, this one says {count}")
+    if count > MAX_HELD:
+        raise MalformedReport(f"a worker holds at most {MAX_HELD} items, this one says {count}")
     return ranges
 
 

@@ -46,7 +46,7 @@ given up at once if a vital process ends."""
 STOP_SECONDS = 15.0
 REACH_SECONDS = 5.0
 POLL_SECONDS = 0.02
-MOST_SAID_BYTES = 4096
+MAX_SAID_BYTES = 4096
 
 READY = b"1"
 """The byte that the supervisor sends when Ray is up; other bytes are the reason why Ray is not up."""
@@ -361,7 +361,7 @@ def _run_supervisor(options: RayOptions, log_file: Path, chooses_ports: bool) ->
             )
         supervisor_end.close()
         answered, _, _ = select.select([ready], [], [], START_SECONDS)
-        return ready.read(MOST_SAID_BYTES) if answered else b""
+        return ready.read(MAX_SAID_BYTES) if answered else b""
 
 
 def inherited(more: Collection[str] = ()) -> dict[str, str]:

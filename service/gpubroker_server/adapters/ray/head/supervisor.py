@@ -54,7 +54,7 @@ START_WATCH_SECONDS = 0.1
 LOST_IDLE_SECONDS = 5.0
 """The time since the agent last reported runs after which a head that has lost a vital process ends."""
 WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-MOST_LINES, MOST_LINE = 12, 300
+MAX_LINES, MAX_LINE = 12, 300
 _FAULT = re.compile(r"\) [\w.]+:\d+: {1,2}(?=.*(?:Check failed|Timed out|Failed|failed))")
 """The prefix of an error's text in the logs of Ray's C++ processes."""
 _FRAME = re.compile(r"^/\S+\(.*\) \[0x|^\*{3} ")
@@ -241,12 +241,12 @@ def last_words(ray_dir: Path, say: Callable[[str], None]) -> str:
             lines = [line for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
             if lines:
                 say(f"the last lines of Ray's {name}:")
-                for line in lines[-MOST_LINES:]:
-                    say(f"  {line[:MOST_LINE]}")
+                for line in lines[-MAX_LINES:]:
+                    say(f"  {line[:MAX_LINE]}")
             faults = [line for line in lines if _FAULT.search(line)]
             cause = faults[-1] if faults else cause
     about = _FAULT.split(cause, maxsplit=1)[-1].strip()
-    return f" (Ray says: {about[:MOST_LINE]})" if about else ""
+    return f" (Ray says: {about[:MAX_LINE]})" if about else ""
 
 
 def _start_node_and_exit(node: NodeToStart, state: HeadState) -> NoReturn:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from gpubroker_server.core.domain.units import Instant
 
-MOST_OF_A_KIND = 20
+MAX_OF_A_KIND = 20
 """The most findings of one kind that are listed. A fault of the whole fleet need not be listed for each
 node."""
 
@@ -68,10 +68,10 @@ def remember(
 
 
 def first_of_each_kind(found: Iterable[Finding]) -> list[Finding]:
-    """Return at most MOST_OF_A_KIND findings of each kind, in order."""
+    """Return at most MAX_OF_A_KIND findings of each kind, in order."""
     listed, count = [], Counter[str]()
     for finding in found:
         count[finding.kind] += 1
-        if count[finding.kind] <= MOST_OF_A_KIND:
+        if count[finding.kind] <= MAX_OF_A_KIND:
             listed.append(finding)
     return listed

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import NodeName
 from gpubroker_server.core.planning.gangs.gang_nodes import Chosen, GangNode, copy_node
 
-MOST_STEPS = 4_000
+MAX_STEPS = 4_000
 """The number of choices of devices that a search tries before it gives up. The gang then waits, though there
 may be room: an exact answer is bin packing, whose time is not bounded."""
 
@@ -20,7 +20,7 @@ Gang = tuple[Placement, ...]
 
 def place_gang(task: Task, gang_nodes: Sequence[GangNode], most: int | None = None) -> Gang | None:
     """Return a place for every rank, by the gang's strategy; for an elastic gang, places for as many ranks as
-    fit, from `min_ranks` up to `most`. Return None if there is no room, or if none was found in MOST_STEPS
+    fit, from `min_ranks` up to `most`. Return None if there is no room, or if none was found in MAX_STEPS
     tries. The answer is deterministic, and the nodes are not changed."""
     demand = task.demand
     count = len(demand.bundles) if most is None else most
@@ -115,7 +115,7 @@ class _Search:
 
     @property
     def gave_up(self) -> bool:
-        return self._steps > MOST_STEPS
+        return self._steps > MAX_STEPS
 
     def _may_fit(self) -> bool:
         """Return True if the ranks of each demand would fit alone, which is a necessary condition."""

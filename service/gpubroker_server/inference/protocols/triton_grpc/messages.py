@@ -18,7 +18,7 @@ from gpubroker_server.ports.triton_messages import messages
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED: Final = {_FIXED64: 8, _FIXED32: 4}
-_MOST_VARINT_BYTES: Final = 10
+_MAX_VARINT_BYTES: Final = 10
 
 _MODEL_NAME: Final = 1
 _MODEL_VERSION: Final = 2
@@ -71,7 +71,7 @@ def _varint(message: bytes, offset: int) -> tuple[int, int]:
     """Return the number that begins at `offset`, and the offset of its end. Raises IndexError if it does not
     end."""
     value = shift = 0
-    while shift < 7 * _MOST_VARINT_BYTES:
+    while shift < 7 * _MAX_VARINT_BYTES:
         byte = message[offset]
         offset += 1
         value |= (byte & 0x7F) << shift

@@ -15,7 +15,7 @@ from gpubroker_server.inference.protocols.triton.operations import UNKNOWN, grpc
 from gpubroker_server.inference.protocols.triton_grpc.calls import GrpcCall
 from gpubroker_server.inference.protocols.triton_grpc.streams import IDLE_SECONDS, GrpcStream
 
-_MOST_MESSAGE_BYTES: Final = 2**31 - 1
+_MAX_MESSAGE_BYTES: Final = 2**31 - 1
 """The largest bound on the size of messages that the library takes, which counts in 32 bits."""
 
 _OPTIONS: Final = (
@@ -87,7 +87,7 @@ class GrpcPort:
         """`most_message_bytes` is the longest message; a longer one is refused with RESOURCE_EXHAUSTED before
         it is read."""
         options = (
-            ("grpc.max_receive_message_length", min(most_message_bytes, _MOST_MESSAGE_BYTES)),
+            ("grpc.max_receive_message_length", min(most_message_bytes, _MAX_MESSAGE_BYTES)),
             ("grpc.max_metadata_size", limits.head_bytes),
             ("grpc.absolute_max_metadata_size", limits.head_bytes),
             ("grpc.max_allowed_incoming_connections", limits.connections),

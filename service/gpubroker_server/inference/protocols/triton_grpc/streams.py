@@ -23,7 +23,7 @@ from gpubroker_server.inference.protocols.triton_grpc.calls import (
     unauthorized,
 )
 from gpubroker_server.inference.protocols.triton_grpc.messages import error_in, target_of
-from gpubroker_server.inference.proxied_request import MOST_RETURNS, Bring
+from gpubroker_server.inference.proxied_request import MAX_RETURNS, Bring
 from gpubroker_server.inference.servers import Server
 from gpubroker_server.ports.backends import CallFailed, CallStream, Metadata
 
@@ -231,7 +231,7 @@ class GrpcStream(GrpcCall):
         """Return the server that gets a message after another has denied that it has the model, in the order
         of `ProxiedRequest._ask_again`. Raises Problem."""
         fleet, residencies = self.plane.fleet, self.plane.residencies
-        if self._returns >= MOST_RETURNS:
+        if self._returns >= MAX_RETURNS:
             return None
         must_return = self._was_there and residencies is not None
         if not must_return or fleet.another_has(self.target, self._tried, over_grpc=True):
