@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, ModuleType] = {
             "cancel",
             "cli",
             "cost",
+            "environments",
             "idle",
             "run",
             "nodes",

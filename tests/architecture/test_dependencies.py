@@ -26,7 +26,7 @@ PROGRAMS = {"pyproject.toml": {"py-spy"}}
 """Declared for what they run as programs; never imported."""
 BY_EXTRA = {
     "oidc": ("adapters/oidc.py",),
-    "ray": ("adapters/ray/", "adapters/nvml/"),
+    "ray": ("adapters/ray/", "adapters/nvml/", "adapters/environments/"),
     "triton": ("adapters/triton/", "inference/protocols/triton_grpc/", "ports/triton_messages.py"),
     "postgres": ("adapters/sql/",),
 }

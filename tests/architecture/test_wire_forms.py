@@ -29,12 +29,14 @@ FROZEN = {
     "agent-11": "f7cefd5b0a1f",
     "agent-12": "a40418991153",
     "agent-13": "2b496df2d185",
+    "agent-14": "acaaa22db03f",
     "agent-8": "005da3f522c4",
     "agent-9": "40dc594a24b7",
     "runner-5": "159adbd1a83c",
     "runner-6": "ab963385aa8e",
     "runner-7": "4005b5bfc4e2",
     "runner-8": "5b683abd84a4",
+    "runner-10": "57c650cd49c7",
     "runner-9": "879bea52e326",
 }
 RELEASED = {"agent": 8, "runner": 5}
@@ -81,8 +83,8 @@ def _digest(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("sides", "protocol", "spoken", "read_by", "number", "form"),
     [
-        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 13, "7dbe598434a6"),
-        ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 9, "3f91125dc28e"),
+        ("agent", wire.PROTOCOL, wire.SPOKEN, AGENT, 14, "43f610cc5ceb"),
+        ("runner", messages.PROTOCOL, messages.SPOKEN, RUNNER, 10, "564ae71cc573"),
     ],
     ids=["driver and agent", "agent and run process"],
 )

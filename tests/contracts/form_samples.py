@@ -13,6 +13,7 @@ from typing import Any
 from gpubroker.runtime import messages
 from gpubroker.runtime.messages import (
     ENDED_WELL,
+    KNOWS_ENVIRONMENTS,
     KNOWS_NOTICE,
     KNOWS_UPLOADS,
     RESIZES,
@@ -26,6 +27,7 @@ from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.adapters.ray.wire import (
     MEASURE,
+    PREPARES_ENVIRONMENTS,
     STARTS_RAY,
     TELLS_GPU_STATE,
     TELLS_LOGS,
@@ -37,15 +39,18 @@ from gpubroker_server.adapters.ray.wire import (
     object_order,
     pack,
     peers_order,
+    prepare_order,
     write_reports,
 )
 from gpubroker_server.core.domain.device import DiskOrder, FileClass, FoundFile, WatchedRoot
+from gpubroker_server.core.domain.environment import Environment
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
     ItemsOrder,
     LogName,
     Order,
+    PrepareOrder,
     StackOrder,
     StartOrder,
     StopOrder,
@@ -102,6 +107,13 @@ WITH_RAY = dataclasses.replace(
     UPLOADED, kind="command", env={"A": "b", "GPUBROKER_RAY": "private"}, cpu=2.0, custom=(("fpga", 1.0),)
 )
 """A command that becomes a Ray cluster, which came with form 13 of agents."""
+IN_ENVIRONMENT = dataclasses.replace(WITH_RAY, environment="e1")
+"""The same with an environment, which came with form 14 of agents."""
+PREPARED = dataclasses.replace(
+    IN_ENVIRONMENT, interpreter="/env/bin/python", prefix="/env", brought="/brought/functions"
+)
+"""The same once the agent has filled in the environment, which came with form 10 of run processes."""
+ENVIRONMENT = Environment(python="3.11", requirements=("numpy>=2",))
 SPEC = RunSpec(
     kind="function", entrypoint="jobs:train", command=("train", "-v"), python="3.11", env={"A": "b"},
     result_format="cloudpickle", working_directory="/work",
@@ -114,6 +126,12 @@ START = StartOrder(
     memory_mb=Mib(64),
 )  # fmt: skip
 RAY_START = replace(START, cpu=2.0, custom=(("fpga", 1.0),))
+IN_ENVIRONMENT_PAYLOAD = replace(
+    RAY_PAYLOAD, spec=replace(RAY_PAYLOAD.spec, environment=ENVIRONMENT), environment="e1"
+)
+PREPARE_ORDER = prepare_order(
+    PrepareOrder(NodeName("n1"), "a.1", "e1", TaskId("t"), "tenant"), ENVIRONMENT, b"archive"
+)
 ORDERS: tuple[Order, ...] = (
     START,
     GoOrder(*AT, "10.0.0.1:4711", rank=1),
@@ -174,6 +192,9 @@ IN_NEED = {"GPU-a": (300.5, 54, 1980, 2619, 0, 79, 48, True, "reset")}
 """The health of a GPU that needs a reset."""
 ABSENT = {**NODE, "gpu_absence": "the driver is not loaded"}
 """A node whose machine shows no GPU."""
+BUILDING = ("environment", 1000.0, "e1", "preparing", "downloading packages", "", "")
+REMOVED = ("environment", 1000.0, "e1", None, "", "", "")
+WITH_ENVIRONMENTS = {**NODE, "environments": [("e1", "ready", 1000.0, "", "3.11", "")]}
 ASKED = (*WANTED, 5)
 """The agent says from where on it lacks the object."""
 _WANTED, _PART = ObjectWanted(*AT[:2], NOW, "abc", 5, 1), ObjectPart(*AT[:2], NOW, "abc", 9, 5, b"data", 1)
@@ -262,6 +283,8 @@ def items(runner: int) -> Sequence[tuple[Any, ...]]:
 
 def alone_in(runner: int) -> RunOrder:
     """Return the order of a run in a process of its own, as this form knows it."""
+    if runner >= KNOWS_ENVIRONMENTS:
+        return PREPARED
     if runner >= messages.STARTS_RAY:
         return WITH_RAY
     return UPLOADED if runner >= KNOWS_UPLOADS else RUN
@@ -275,11 +298,14 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     """Name and bytes of each file, as this software writes it in these forms."""
     form = OrderWriter(1000, 500)
     about_logs, about_outputs = agent >= TELLS_LOGS, agent >= UNPACKS_UPLOADS
+    has_environments = agent >= PREPARES_ENVIRONMENTS
     payload = RAY_PAYLOAD if agent >= STARTS_RAY else UPLOADED_PAYLOAD if about_outputs else PAYLOAD
+    payload = IN_ENVIRONMENT_PAYLOAD if has_environments else payload
     orders = [
         *(form.write(o, payload) for o in orders_in(agent)),
         *([LOG_ORDER, *ANSWERS, DISK_ORDER, PEERS_ORDER] if about_logs else []),
         *([OUTPUT_ANSWER] if about_outputs else []),
+        *([PREPARE_ORDER] if has_environments else []),
         MEASURE,
     ]
     yield f"agent-{agent}-orders.msgpack", pack(orders)
@@ -291,6 +317,8 @@ def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
     if agent >= TELLS_GPU_STATE:
         reports.append((*NODE_SAMPLED[:-3], IN_NEED, *NODE_SAMPLED[-2:]))
         reports.append(("node_seen", 1000.0, ABSENT, [], []))
+    if has_environments:
+        reports += [BUILDING, REMOVED, ("node_seen", 1000.0, WITH_ENVIRONMENTS, [], [])]
     yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, reports, 1.5, agent)
     yield f"agent-{agent}-record.json", json.dumps(to_builtins(RECORD)).encode()
     yield f"agent-{agent}-config.json", CONFIG.to_json().encode()

@@ -13,7 +13,6 @@ from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.messages import RunKey, RunOrder, is_report
 from gpubroker.runtime.process import ProcessSetup
 from gpubroker_server.adapters.ray import wire
-from gpubroker_server.adapters.ray.agent import runner as runner_module
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles
 from gpubroker_server.adapters.ray.agent.runner_process import describe
 from gpubroker_server.adapters.ray.driver.reports import ReportReader
@@ -29,11 +28,13 @@ from gpubroker_server.core.domain.device import (
     StoreSample,
     UnreachedNode,
 )
+from gpubroker_server.core.domain.environment import EnvironmentState, NodeEnvironment
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
     Ending,
+    EnvironmentReported,
     Failure,
     Gone,
     Heartbeat,
@@ -60,10 +61,12 @@ from tests.contracts.form_samples import (
     DISK_ORDER,
     FORMS,
     FOUND,
+    IN_ENVIRONMENT,
     LOG_ORDER,
     OUTPUT_ANSWER,
     PAYLOAD,
     PEERS_ORDER,
+    PREPARE_ORDER,
     RECORD,
     RUN,
     UPLOADED,
@@ -106,8 +109,31 @@ OF_ITEMS = ItemsReported(*OF_RUN, 4, RESULTS, ((0, 5), (7, 8)), 9, 1)
 OUTPUT = OutputPart(*OF_RUN, "abc", 9, 5, b"data", 2, "left out: 1 that are links", N, 1)
 
 
+OF_ENVIRONMENTS = [
+    EnvironmentReported(N, AT, "e1", EnvironmentState.PREPARING, "downloading packages"),
+    EnvironmentReported(N, AT, "e1", None),
+    NodeReport(
+        Node(
+            N,
+            2.0,
+            Mib(10),
+            4,
+            "a.1",
+            "b",
+            environments=(NodeEnvironment("e1", EnvironmentState.READY, AT, python="3.11"),),
+        ),
+        (),
+        (),
+        AT,
+        release="0.1.0",
+    ),
+]
+
+
 def ordered_in(agent: int) -> RunOrder:
     """Return the order of the run, as this form of agents knows it."""
+    if agent >= wire.PREPARES_ENVIRONMENTS:
+        return IN_ENVIRONMENT
     if agent >= wire.STARTS_RAY:
         return WITH_RAY
     return UPLOADED if agent >= wire.UNPACKS_UPLOADS else RUN
@@ -134,6 +160,7 @@ def test_orders_are_read(agent: int) -> None:
     about_runs = [unpack(wire.pack(writer.write(o, PAYLOAD))) for o in orders_in(agent)[1:]]
     more = [LOG_ORDER, *ANSWERS, *(unpack(wire.pack(it)) for it in (DISK_ORDER, PEERS_ORDER))]
     more += [OUTPUT_ANSWER] if agent >= wire.UNPACKS_UPLOADS else []
+    more += [PREPARE_ORDER] if agent >= wire.PREPARES_ENVIRONMENTS else []
     assert others == [*about_runs, *(more if agent >= wire.TELLS_LOGS else []), wire.MEASURE]
 
 
@@ -170,6 +197,7 @@ def test_reports_are_read(agent: int) -> None:
         *([OUTPUT] if agent >= wire.UNPACKS_UPLOADS else []),
         *([] if agent == 8 else [NODE_SAMPLED]),
         *([IN_NEED, ABSENT] if agent >= wire.TELLS_GPU_STATE else []),
+        *(OF_ENVIRONMENTS if agent >= wire.PREPARES_ENVIRONMENTS else []),
     ]
 
 
@@ -234,7 +262,9 @@ def test_a_process_carries_out_the_orders_of_an_agent(runner: int) -> None:
         for name in methods
     }
     for item in unpack(frozen(f"runner-{runner}-items.msgpack")):
-        runner_module._carry_out(SimpleNamespace(**noted), item, runner)  # type: ignore[arg-type]
+        tell_output = runner >= messages.TELLS_OUTPUT
+        host = SimpleNamespace(_child=None, **noted)
+        RunHost.take(host, item, tell_output=tell_output)  # type: ignore[arg-type]
     key = RunKey("t", 3, 1)
     alone = alone_in(runner)
     new = [

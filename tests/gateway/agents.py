@@ -4,9 +4,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gpubroker_server.core.domain.device import Device, DiskOrder, Node
+from gpubroker_server.core.domain.environment import Environment
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder
-from gpubroker_server.core.domain.orders import LogName, NodeReport, Order, Report, ReportedDevice, RunId
+from gpubroker_server.core.domain.orders import (
+    LogName,
+    NodeReport,
+    Order,
+    PrepareOrder,
+    Report,
+    ReportedDevice,
+    RunId,
+)
 from gpubroker_server.core.domain.units import Instant, Lineage, NodeName, TaskId
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.executor import RunPayload
@@ -22,6 +31,7 @@ class Agents:
         self.sent: list[Order] = []
         self.payloads: dict[TaskId, RunPayload] = {}
         self.looked: list[DiskOrder] = []
+        self.prepared: list[tuple[PrepareOrder, Environment, bytes]] = []
 
     async def connect(self) -> None:
         """They are connected."""
@@ -50,6 +60,9 @@ class Agents:
 
     def look_at_disks(self, order: DiskOrder) -> None:
         self.looked.append(order)
+
+    def prepare(self, order: PrepareOrder, definition: Environment, project: bytes) -> None:
+        self.prepared.append((order, definition, project))
 
     def answer(self, answer: ObjectAnswer) -> None:
         """No run asks for an object."""

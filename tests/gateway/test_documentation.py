@@ -47,7 +47,7 @@ def test_every_failure_of_a_task_is_listed() -> None:
     named = re.compile(
         r'(?:Failure|failed|failure = |_ended_lost)\(\s*(?:run, )?"([a-z_]+)"'
         r"|^(?:MALFORMED|NOT_YOUR_PROCESS|ENTRYPOINT_NOT_ALLOWED|SECRET_MISSING|ARRAY_IMPORT_FAILED"
-        r'|ARRAY_RESULTS_TOO_LARGE|OBJECT_MISSING) = "([a-z_]+)"',
+        r'|ARRAY_RESULTS_TOO_LARGE|OBJECT_MISSING|RAY_UNUSABLE|_FAILED) = "([a-z_]+)"',
         re.MULTILINE,
     )
     sources = [

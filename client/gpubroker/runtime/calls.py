@@ -1,6 +1,5 @@
 """The process of a worker of a set, which makes an object once and calls its methods."""
 
-import asyncio
 import inspect
 import json
 import threading
@@ -10,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -29,6 +28,9 @@ from gpubroker.runtime.outcome import describe, raised, succeeded
 from gpubroker.runtime.run_objects import RunObjects
 from gpubroker.runtime.set_objects import Objects, SetObjects
 from gpubroker.runtime.task import RunningTask, Stopped, enter_task
+
+if TYPE_CHECKING:
+    import asyncio  # half of the time of the imports of an environment's process, so used ones import it
 
 WORKER_SET_VARIABLE = "GPUBROKER_WORKER_SET"
 """The variable that marks the workers of sets: JSON with how each takes calls."""
@@ -112,6 +114,8 @@ class SetWorker:
         """Call a method and return the answer. Without a method, the answer comes as soon as the objects are
         made. A call that has not begun within `seconds` never begins; one that has begun is answered when it
         ends."""
+        import asyncio
+
         call = self.submit(role, method, form, arguments, seconds)
         answered = asyncio.wrap_future(call)
         await asyncio.wait({answered}, timeout=seconds)
@@ -223,10 +227,14 @@ class SetWorker:
     def _result_of(self, value: Any) -> Any:
         if not inspect.isawaitable(value):
             return value
+        import asyncio
+
         return asyncio.run_coroutine_threadsafe(_awaited(value), self._event_loop()).result()
 
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
+    def _event_loop(self) -> "asyncio.AbstractEventLoop":
         """Return the event loop of all calls, since what a coroutine makes may belong to its loop."""
+        import asyncio
+
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

@@ -158,7 +158,7 @@ class Command:
 
 def run_command(order: RunOrder, task: RunningTask) -> RunOutcome:
     """Run the command of a run. A stop notice reaches it as SIGTERM, with its whole process group."""
-    command = Command(order.command, order.key, task)
+    command = Command((*order.container, *order.command), order.key, task)
     task.call_on_stop(command.stop)
     return command.run()
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from threading import current_thread
 from typing import Any
 
-from gpubroker.runtime.calls import SetWorker, is_worker
+from gpubroker.runtime.calls import REFUSED, Answer, SetWorker, is_worker
+from gpubroker.runtime.child_host import ChildHost
 from gpubroker.runtime.command import run_command
 from gpubroker.runtime.invoke import CannotOpen, called, opened, with_objects
 from gpubroker.runtime.items import ItemWorker, is_array
@@ -46,10 +47,17 @@ class RunHost:
     User code never runs in the thread that calls these methods. Its reports go to the journal.
     """
 
-    def __init__(self, journal: Journal, open_shared: Callable[[Any], memoryview] = memoryview) -> None:
-        """`open_shared` returns the bytes of an object, from what the agent sends for it."""
+    def __init__(
+        self,
+        journal: Journal,
+        open_shared: Callable[[Any], memoryview] = memoryview,
+        task_path: Sequence[str] = (),
+    ) -> None:
+        """`open_shared` returns the bytes of an object, from what the agent sends for it. `task_path` are the
+        operator's directories of modules."""
         self._journal = journal
         self._open_shared = open_shared
+        self._task_path = task_path
         self.orders: dict[RunKey, RunOrder] = {}
         """The runs that have not ended."""
         self._tasks: dict[RunKey, RunningTask] = {}
@@ -57,6 +65,8 @@ class RunHost:
         """The workers of arrays."""
         self.set_workers: dict[RunKey, SetWorker] = {}
         """The workers of worker sets."""
+        self._child: ChildHost | None = None
+        """The process that carries out the run if that has an environment with another interpreter."""
         self._objects: dict[RunKey, RunObjects] = {}
         self._rendezvous: RendezvousPort | None = None
         """The rendezvous of a run with several ranks; such a run has the process to itself."""
@@ -76,24 +86,100 @@ class RunHost:
         output = MemoryOutput((lambda: self._note_output(order.key, output)) if tell_output else None)
         self._submit(order, RunningTask(order, self._journal), output)
 
+    def take(self, item: Sequence[Any], *, tell_output: bool = True) -> None:
+        """Carry out a message of the agent. With `tell_output`, what runs beside others print is reported.
+        Raises ValueError for a message of an unknown kind."""
+        if self._child is not None:
+            self._child.pass_on(self._with_bytes(item))
+            return
+        match tuple(item):
+            case ("share", order):
+                self.start_shared(RunOrder.from_wire(order), tell_output=tell_output)
+            case ("own", order, instance, log, user, address, node):
+                setup = ProcessSetup(instance, user, address, node)
+                self.start_alone(RunOrder.from_wire(order), setup, Path(log))
+            case ("go", key, rank_zero_address):
+                self.go(RunKey(*key), rank_zero_address)
+            case ("world", key, ranks):
+                self.change_world(RunKey(*key), ranks)
+            case ("resized", key, ranks, number):
+                self.change_world(RunKey(*key), ranks, number)
+            case ("items", key, number, held, is_over):
+                self.answer_items(RunKey(*key), number, held, is_over=is_over)
+            case ("object", key, id, shared, failure):
+                self.take_object(RunKey(*key), id, shared, failure)
+            case ("part", key, digest, stored_bytes, failure):
+                self.answer_part(RunKey(*key), digest, stored_bytes, failure)
+            case ("retell", key):
+                self.report_again(RunKey(*key))
+            case ("stop", key):
+                self.stop(RunKey(*key))
+            case _:
+                raise ValueError(f"unknown order {item[0]!r}")
+
+    async def call(
+        self, key: RunKey, role: str, method: str, form: str, arguments: bytes, seconds: float
+    ) -> Answer:
+        """Call a method of the worker of a set, and return the answer of `SetWorker.call`."""
+        if self._child is not None and key in self.orders:
+            answer: Answer = await self._child.call(role, method, form, arguments, seconds)
+            return answer
+        worker = self.set_workers.get(key)
+        if worker is None:
+            return REFUSED, f"run {key} is not here"
+        return await worker.call(role, method, form, arguments, seconds)
+
     def start_alone(self, order: RunOrder, setup: ProcessSetup, log: Path) -> None:
-        """Give the whole process to the run; the process must not be used again."""
+        """Give the whole process to the run; the process must not be used again. A function of an environment
+        is called by the environment's own interpreter, in a child process."""
         try:
             output = FileOutput(log)
             output.take_over()
             take_process(order, setup)
             self._host = setup.host
-            self._rendezvous = RendezvousPort(setup.host) if order.barrier else None
+            if order.interpreter and order.kind != "command":
+                self._start_child(order, setup, output)
+            else:
+                self.begin_alone(order, setup.host, output)
         except NoDirectory as fault:
             self._refuse(order, failed("no_directory", str(fault)))
             return
         except (OSError, KeyError) as fault:
             message = f"the process could not be prepared: {describe(fault)}"
             self._refuse(order, failed("exception", message, trace_of(fault)))
-            return
+
+    def begin_alone(self, order: RunOrder, host_address: str, output: Output) -> None:
+        """Begin a run to which this process belongs. `host_address` is the address at which other nodes reach
+        this one. Raises OSError if there is no free port for the rendezvous of several ranks."""
+        self._rendezvous = RendezvousPort(host_address) if order.barrier else None
         task = RunningTask(order, self._journal)
         own_process(task)
         self._submit(order, task, output)
+
+    def _start_child(self, order: RunOrder, setup: ProcessSetup, output: Output) -> None:
+        child = ChildHost(order, self._journal, output, self._forget_child)
+        try:
+            child.start(setup.host, self._task_path)
+        except OSError as fault:
+            message = (
+                f"the Python of its environment, {order.interpreter}, cannot be started: {fault.strerror}"
+            )
+            self._refuse(order, failed("environment", message))
+            return
+        self.orders[order.key] = order
+        self._child = child
+
+    def _forget_child(self, key: RunKey) -> None:
+        self.orders.pop(key, None)
+
+    def _with_bytes(self, item: Sequence[Any]) -> Sequence[Any]:
+        """Return a message that another process can read: with the bytes of an object in place of a reference
+        to shared memory."""
+        match tuple(item):
+            case ("object", key, id, shared, None):
+                return "object", key, id, bytes(self._open_shared(shared)), None
+            case _:
+                return item
 
     def stop(self, key: RunKey) -> None:
         """Give the stop notice to the run. Nothing happens if it has ended."""

@@ -1,6 +1,5 @@
 """Open and call the function of a run, and return its outcome, whatever user code does."""
 
-import asyncio
 import importlib
 import inspect
 import json
@@ -46,6 +45,8 @@ def called(call: Invocation, order: RunOrder, store: Store, task: RunningTask) -
     try:
         value = call.function(*call.args, **call.kwargs)
         if inspect.isawaitable(value):
+            import asyncio  # takes as long as all other imports of an environment's process
+
             value = asyncio.run(_awaited(value))
     except SystemExit as leave:
         # As a program would end: 0 and None say success, and after a stop notice only that it obeyed.

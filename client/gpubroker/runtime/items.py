@@ -319,7 +319,7 @@ class ItemWorker:
         words = [part.replace(PLACEHOLDER, word) for part in command]
         if not any(PLACEHOLDER in part for part in command):
             words.append(word)
-        running = self._command = Command(words, self._order.key, self._task)
+        running = self._command = Command([*self._order.container, *words], self._order.key, self._task)
         try:
             return running.run(self._timeout_seconds)
         except CommandTimeout:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
-PROTOCOL = 9
+PROTOCOL = 10
 """The number of the form in which agent and run process communicate; the first value of every call of the
 agent."""
-SPOKEN = (5, 6, 7, 8, PROTOCOL)
+SPOKEN = (5, 6, 7, 8, 9, PROTOCOL)
 """The forms that this release understands, the newest last. A run outlives the agent that started its
 process, and an agent starts processes of the software that is installed by then, so a release also
 understands the forms since the last release. Both sides use the newest form that they share."""
@@ -36,6 +36,8 @@ on Python's path."""
 
 STARTS_RAY = 9
 """The first form in which a process starts a Ray cluster for a run that asks for one."""
+KNOWS_ENVIRONMENTS = 10
+"""The first form in which a process hands its run over to the interpreter of an environment."""
 
 ENDED_WELL = b'{"exit_code":0}'
 """The result of a command that ended with exit code 0."""
@@ -70,6 +72,9 @@ OF_DIRECTORIES = ("upload", "outputs")
 """The fields of a RunOrder that concern directories, which earlier releases do not know."""
 OF_RAY = ("cpu", "custom")
 """The fields of a RunOrder that only a program with Ray needs. Earlier releases ignore them."""
+
+OF_ENVIRONMENTS = ("environment", "interpreter", "prefix", "brought", "container")
+"""The fields of a RunOrder that concern environments, which earlier releases do not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +118,26 @@ class RunOrder:
     custom: tuple[tuple[str, float], ...] = ()
     """(name, amount) of the custom resources that the run asked for."""
 
+    environment: str = ""
+    """The key of the environment of the run; empty for that of the service."""
+    interpreter: str = ""
+    """The Python of the environment on this node, as the agent has found or built it; empty in a
+    container."""
+    prefix: str = ""
+    """The directory of the virtual or conda environment; empty if the interpreter belongs to neither."""
+    brought: str = ""
+    """The directory with this package and cloudpickle for the interpreter of an environment."""
+    container: tuple[str, ...] = ()
+    """The words before a command that run it in a container; empty without one."""
+
     @property
     def key(self) -> RunKey:
         return RunKey(self.task, self.fence, self.rank)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the fields of the order, without those of directories and of Ray if they are empty: earlier
-        releases do not know them."""
-        left_out: tuple[str, ...] = () if self.upload or self.outputs else OF_DIRECTORIES
+        """Return the fields of the order, without those of directories, of Ray and of environments if they
+        are empty: earlier releases do not know them."""
+        left_out = fields_left_out(self.upload or self.outputs, self.environment)
         if self.cpu is None:
             left_out += OF_RAY
         return {name: getattr(self, name) for name in _names_of(RunOrder) if name not in left_out}
@@ -148,6 +165,14 @@ class RunOutcome:
     """The format of the result: json, cloudpickle or object, which is JSON whose field `object` is the id of
     the object that the result has become."""
     fault: RunFault | None = None
+
+
+def fields_left_out(directory: object, environment: object) -> tuple[str, ...]:
+    """Return the names of the fields of a RunOrder that are not written, because it has no directory, no
+    environment or neither: then the value is empty."""
+    if environment:
+        return () if directory else OF_DIRECTORIES
+    return OF_ENVIRONMENTS if directory else OF_DIRECTORIES + OF_ENVIRONMENTS
 
 
 def known_fields(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import IO, Literal, Protocol
 
 Stream = Literal["stdout", "stderr"]
+LogStream = Literal["stdout", "stderr", "setup"]
+"""A stream of a run's log: what it prints, or what the preparation of its environment printed."""
 STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
 
 TAIL_BYTES = 16 * 1024

@@ -39,6 +39,10 @@ _OF_THE_CLUSTER = frozenset({"RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "
 """The variables by which the node's processes know their Ray. No run inherits them, even if the operator
 names them."""
 
+_OF_PYTHON = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV")
+"""The variables that lead to the Python and the packages of the service; no run in another environment
+inherits them."""
+
 _DEFAULT_ENV = {"LOG_LEVEL": "INFO", "RANK": "0", "WORLD_SIZE": "1"}
 
 _SITE = Path(__file__).with_name("site")
@@ -132,6 +136,11 @@ def look_for_modules_in(directories: Sequence[str]) -> None:
 def take_process(order: RunOrder, setup: ProcessSetup) -> None:
     """Make this the process of a run. Called once, before user code. Raises OSError or KeyError if the system
     refuses a step, and NoDirectory."""
+    if order.environment:
+        variables = enter_environment(order, os.environ)
+        for name in _OF_PYTHON:
+            os.environ.pop(name, None)
+        os.environ |= variables
     os.environ.update(order.env)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuid for uuid, _mb in order.leases)
     os.environ[RUN_MARK] = str(order.key)
@@ -156,6 +165,22 @@ def take_process(order: RunOrder, setup: ProcessSetup) -> None:
         _enter(order.working_directory, setup)
     if order.upload:
         sys.path.insert(0, order.working_directory)
+
+
+def enter_environment(order: RunOrder, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which programs of the run find the run's environment first."""
+    if not order.interpreter and not order.prefix:
+        return {}
+    directories = [f"{order.prefix}/bin"] if order.prefix else []
+    if order.interpreter and not order.prefix:
+        directories = [os.path.dirname(order.interpreter)]  # a string is wanted
+    variables = {"PATH": os.pathsep.join([*directories, env.get("PATH", os.defpath)])}
+    if order.prefix:
+        is_conda = os.path.isdir(f"{order.prefix}/conda-meta")
+        variables["CONDA_PREFIX" if is_conda else "VIRTUAL_ENV"] = order.prefix
+    if order.brought and order.kind == "command":
+        variables["PYTHONPATH"] = order.brought
+    return variables
 
 
 def _enter(directory: str, setup: ProcessSetup) -> None:

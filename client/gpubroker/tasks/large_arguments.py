@@ -8,7 +8,6 @@ from typing import Any, cast
 from gpubroker.runtime.objects import JSON_MARK, ObjectRef, named_object, pickled_buffers
 from gpubroker.tasks.object_api import upload_call
 from gpubroker.tasks.submission import (
-    DEFAULTS,
     MOST_BODY_BYTES,
     SubmitOptions,
     Target,
@@ -17,7 +16,7 @@ from gpubroker.tasks.submission import (
     submission_body,
     with_defaults,
 )
-from gpubroker.tasks.uploading import directory_stored
+from gpubroker.tasks.uploading import with_stored
 from gpubroker.transport.exchange import Answer, Call, Steps
 
 LEAST_BYTES = 64 * 1024
@@ -28,11 +27,10 @@ Send = Callable[[Call], Steps[Answer]]
 
 def fitting_body(send: Send, target: Target, args: Sequence[Any], options: SubmitOptions) -> Steps[bytes]:
     """Return the JSON of a submit; if it is too long, large arguments are replaced by objects. The directory
-    that `options` name is uploaded. Raises as `submission_body` does, and Refused if the service takes no
-    more objects."""
+    and the environment's project that `options` name are sent. Raises as `submission_body` does, and Refused
+    if the service takes no more objects."""
     if is_to_upload(options, target):
-        stored = yield from directory_stored(send, {**getattr(target, DEFAULTS, {}), **options}["upload"])
-        options = cast("SubmitOptions", {**options, "upload": stored})
+        options = yield from with_stored(send, target, options)
     body = submission_body(target, args, options)
     if len(body) <= MOST_BODY_BYTES or not (callable(target) or isinstance(target, str)):
         return body

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypedDict
 
 from gpubroker.errors import Unreachable
-from gpubroker.runtime.output import Stream
+from gpubroker.runtime.output import LogStream
 from gpubroker.tasks.task import Task
 from gpubroker.transport.breaks import Breaks
 from gpubroker.transport.exchange import Call, Pause, Steps
@@ -31,10 +31,10 @@ class LogLine(str):
 
     __slots__ = ("stream",)
 
-    stream: Stream
-    """The stream on which the line was printed: stdout or stderr."""
+    stream: LogStream
+    """The stream on which the line was printed: stdout, stderr or setup."""
 
-    def __new__(cls, text: str, stream: Stream) -> Self:
+    def __new__(cls, text: str, stream: LogStream) -> Self:
         line = super().__new__(cls, text)
         line.stream = stream
         return line
@@ -46,8 +46,9 @@ class LogOptions(TypedDict, total=False):
     attempt: int
     """The number of the attempt. Default: the newest attempt; with `follow`, the newest and all later
     ones."""
-    stream: Stream
-    """stdout or stderr. Default: both; `line.stream` names the stream of each line."""
+    stream: LogStream
+    """stdout or stderr, by default both; or setup, what the preparation of the environment printed.
+    `line.stream` names the stream of each line."""
     rank: int
     """The rank of a gang."""
     worker: str
@@ -74,7 +75,7 @@ class LogReading(Reading[LogLine]):
         """If `polls` is True, the log is followed with short requests, each of which ends with the lines that
         exist by then, so that other readers get a turn in between."""
         self._polls = polls
-        self._stream: Stream = wanted.get("stream", "stdout")
+        self._stream: LogStream = wanted.get("stream", "stdout")
         self._find = find
         self._path = ""
         self._get = get

@@ -23,6 +23,7 @@ from gpubroker.runtime.carrying import (
     is_not_pickled,
 )
 from gpubroker.runtime.objects import ObjectRef, named_object, pickled_buffers
+from gpubroker.tasks.environments import environment_body, project_to_store
 from gpubroker.tasks.naming import Ask, ids_after
 
 if TYPE_CHECKING:
@@ -136,6 +137,10 @@ class SubmitOptions(TypedDict, total=False):
     upload: str | os.PathLike[str] | ObjectRef
     """A directory that is sent with the task, such as `"."`, or what `put_directory` returned. Each run works
     in its own copy of the directory, which is first on Python's path."""
+    environment: str | os.PathLike[str] | Mapping[str, Any]
+    """The interpreter and the packages of the runs: the operator's name of an environment; a file
+    (requirements.txt, pyproject.toml, a script with metadata) or the directory of a project; or a mapping of
+    `python`, `conda`, `requirements`, `project` or `container`."""
     modules: Sequence[Any]
     """Modules, or their names, that are pickled along with a function; other modules are imported on the
     node."""
@@ -259,6 +264,8 @@ def plain(name: str, value: Any) -> Any:
         if isinstance(value, str):
             raise WrongArgument(f"outputs must be a list; write outputs=[{value!r}]")
         return list(value)
+    if name == "environment":
+        return environment_body(value)
     if name == "ray":
         return {True: "private", False: ""}.get(value, value)
     if name == "upload":
@@ -399,10 +406,13 @@ _UNKNOWN = b""
 
 
 def is_to_upload(options: SubmitOptions, target: Any = None) -> bool:
-    """True if these options, or those of a task function, name a directory that is not stored as an object
-    yet."""
-    given = options.get("upload", getattr(target, DEFAULTS, {}).get("upload"))
-    return given is not None and not isinstance(given, ObjectRef)
+    """True if these options, or those of a task function, name a directory, or the project of an
+    environment, that is not stored as an object yet."""
+    defaults = getattr(target, DEFAULTS, {})
+    given = options.get("upload", defaults.get("upload"))
+    if given is not None and not isinstance(given, ObjectRef):
+        return True
+    return project_to_store(options.get("environment", defaults.get("environment"))) is not None
 
 
 class Submission:

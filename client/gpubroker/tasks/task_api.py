@@ -20,7 +20,6 @@ from gpubroker.tasks.log_reading import BothStreams, LogLine, LogOptions, LogRea
 from gpubroker.tasks.naming import find_task, id_meant, ids_after
 from gpubroker.tasks.object_api import ObjectApi
 from gpubroker.tasks.submission import (
-    DEFAULTS,
     MOST_BODY_BYTES,
     AnySubmission,
     Given,
@@ -36,7 +35,7 @@ from gpubroker.tasks.submission import (
     with_ids_after,
 )
 from gpubroker.tasks.task import AnyTask, Task, check_success, id_of
-from gpubroker.tasks.uploading import directory_stored
+from gpubroker.tasks.uploading import directory_stored, with_stored
 from gpubroker.tasks.waiting import Deadline
 from gpubroker.transport.decoding import Page, a_page, decode, page_of
 from gpubroker.transport.exchange import Call, Pause, Steps, error_of_problem
@@ -132,8 +131,8 @@ class TaskApi(ObjectApi):
         min_device_mb, nodes, prefer_nodes, pool, roles; bundles, strategy, min_ranks; max_retries,
         retry_on, timeout_seconds, grace_seconds; after, held, not_before, queue_ttl_seconds, deadline_at or
         deadline_seconds, expected_seconds; env, working_directory (of commands), upload (a directory that
-        travels with the task), modules (of functions), outputs, ray (True: a Ray cluster of its own),
-        ray_dashboard, result_format, idempotency_key.
+        travels with the task), environment (interpreter and packages), modules (of functions), outputs,
+        ray (True: a Ray cluster of its own), ray_dashboard, result_format, idempotency_key.
         """
         options = yield from with_ids_after(self._ask, target, options)
         body = yield from fitting_body(self._send, target, args, options)
@@ -178,10 +177,7 @@ class TaskApi(ObjectApi):
         target, args, options = submission
         if not is_to_upload(options, target):
             return submission
-        directory = options.get("upload") or getattr(target, DEFAULTS)["upload"]
-        if str(directory) not in known:
-            known[str(directory)] = yield from directory_stored(self._send, directory)
-        return target, args, {**options, "upload": known[str(directory)]}
+        return target, args, (yield from with_stored(self._send, target, options, known))
 
     @operation
     def put_directory(self, directory: str | os.PathLike[str] = ".") -> Steps[ObjectRef]:
@@ -208,7 +204,8 @@ class TaskApi(ObjectApi):
         planned = {name: value for name, value in options.items() if name != "idempotency_key"}
         if is_to_upload(options, target):  # nothing is stored, and the directory does not matter
             target = None if isinstance(target, str) else target  # its code is in the directory
-            planned = {name: value for name, value in planned.items() if name != "outputs"} | {"upload": None}
+            kept = {name: value for name, value in planned.items() if name != "outputs"}
+            planned = {**kept, "upload": None, "environment": None}
         options = yield from with_ids_after(self._ask, target, cast("SubmitOptions", planned))
         body = simulation_body(target, args, options)
         if len(body) > MOST_BODY_BYTES:  # the arguments do not matter

@@ -83,6 +83,14 @@ def archive_of(directory: Path, limits: ArchiveLimits) -> Archive:
     return Archive(entries)
 
 
+def archive_of_files(directory: Path, names: Sequence[str]) -> Archive:
+    """Return the archive of some files of a directory. Raises WrongArgument for files that cannot be sent."""
+    try:
+        return Archive([Entry(name, directory / name, (directory / name).stat()) for name in sorted(names)])
+    except OSError as fault:
+        raise WrongArgument(f"{fault.filename} cannot be read: {fault.strerror}") from None
+
+
 def _head(entry: Entry) -> bytes:
     mode = entry.status.st_mode
     member = tarfile.TarInfo(entry.name)

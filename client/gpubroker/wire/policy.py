@@ -74,6 +74,9 @@ class Profile(Answered, frozen=True):
     memory_mb: Count | None = None
     timeout_seconds: Annotated[float, Meta(gt=0)] | None = None
     max_retries: Retries | None = None
+    environment: Annotated[
+        str | None, Meta(description="The name of the operator's environment in which its tasks run.")
+    ] = None
     max_concurrency: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gpubroker.wire.answered import Answered, KnownState, Time
+from gpubroker.wire.environments import Environment
 from gpubroker.wire.forecasts import Expected, Sizing
 from gpubroker.wire.problems import ProblemDocument
 from gpubroker.wire.quarantine import Quarantined
@@ -209,6 +210,9 @@ class Task(Answered, frozen=True, kw_only=True):
     model_type: str
     profile: str
     upload: Annotated[str, Meta(description="Object with the directory that it works in; empty: none.")] = ""
+    environment: Annotated[
+        Environment | None, Meta(description="Its interpreter and packages; null: those of the service.")
+    ] = None
     ray: Annotated[str, Meta(description="Its Ray cluster: `private`, `shared`, or empty for none.")] = ""
     ray_dashboard: bool = False
     max_concurrency: Annotated[

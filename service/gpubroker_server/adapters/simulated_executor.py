@@ -11,11 +11,13 @@ from msgspec import Struct
 
 from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.core.domain.device import DeviceSample, DiskOrder, DiskReport, Node, NodeSample
+from gpubroker_server.core.domain.environment import Environment, EnvironmentState
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
+    EnvironmentReported,
     Failure,
     ForgetOrder,
     Gone,
@@ -24,6 +26,7 @@ from gpubroker_server.core.domain.orders import (
     LogName,
     NodeReport,
     Order,
+    PrepareOrder,
     Ready,
     Report,
     ReportedDevice,
@@ -181,6 +184,11 @@ class WaitingExecutor:
         for (task, fence, rank, stream), first_byte in logs.items():
             if node == self._node.name:
                 self._report(Logged(task, fence, self._clock.now(), stream, first_byte, b"", rank=rank))
+
+    def prepare(self, order: PrepareOrder, definition: Environment, _project: bytes) -> None:
+        """Report the environment as ready: a simulated node has every one."""
+        at, python = self._clock.now(), definition.minor
+        self._report(EnvironmentReported(order.node, at, order.key, EnvironmentState.READY, python=python))
 
     def answer(self, answer: ObjectAnswer) -> None:
         """Do nothing, because simulated tasks open no objects."""

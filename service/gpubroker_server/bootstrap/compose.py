@@ -16,6 +16,7 @@ from gpubroker_server.adapters.triton.http_backend import HttpBackend
 from gpubroker_server.bootstrap.model_servers import server_of
 from gpubroker_server.broker.fleet import HostUse
 from gpubroker_server.core.admission.defaults import Defaults, NamedDefaults
+from gpubroker_server.core.admission.environments import EnvironmentPolicy
 from gpubroker_server.core.control.fleet import FleetRules
 from gpubroker_server.core.domain.leader_term import UNTIL_PROCESS_EXIT, LeaderTermRules
 from gpubroker_server.core.domain.limits import ServiceLimits
@@ -27,6 +28,7 @@ from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.ports.executor import Executor
 from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.ports.store import Clock
+from gpubroker_server.settings.environments import BuildRules
 from gpubroker_server.settings.fleet import FleetSettings
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.ray import RaySettings
@@ -96,7 +98,18 @@ def ray_options_of(settings: Settings) -> RayOptions:
         log_format=settings.log_format,
         watched_directories=_watched(settings.fleet),
         own_visible_gpus=os.environ.get(VARIABLE),
+        environments=build_rules_of(settings),
     )
+
+
+def build_rules_of(settings: Settings) -> BuildRules:
+    given = settings.environments
+    return BuildRules(**{name: getattr(given, name) for name in BuildRules.__struct_fields__})
+
+
+def environment_policy_of(settings: Settings) -> EnvironmentPolicy:
+    given = settings.environments
+    return EnvironmentPolicy(given.container_engine, given.builds, given.shared)
 
 
 def _watched(given: FleetSettings) -> tuple[str, ...]:
@@ -173,6 +186,7 @@ def defaults_of(settings: Settings) -> Defaults:
         timeout_seconds=maximum.timeout_seconds,
         model_types={name: _named(chosen, maximum) for name, chosen in settings.model_types.items()},
         profiles={name: _named(chosen, maximum) for name, chosen in settings.profiles.items()},
+        environments=settings.environments.named,
     )
 
 

@@ -22,6 +22,7 @@ from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.compose import (
     defaults_of,
+    environment_policy_of,
     hosts_of,
     kinds_of,
     limits_of,
@@ -358,6 +359,7 @@ def rules_of(settings: Settings, host: str, modules: PythonModules | None = None
             modules,
         ),
         defaults=defaults_of(settings),
+        environments=environment_policy_of(settings),
         limits=limits_of(settings),
         kinds=kinds_of(settings),
         allowed_hosts=(*settings.allowed_hosts, host),

@@ -2,7 +2,7 @@
 its run."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -13,11 +13,23 @@ from gpubroker_server.broker.disk_passes import local_paths
 from gpubroker_server.broker.inference_dispatch import InferenceDispatcher
 from gpubroker_server.broker.model_dispatch import Hear, ModelDispatcher
 from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.demand import environment_of
 from gpubroker_server.core.domain.device import DiskOrder
+from gpubroker_server.core.domain.environment import EnvironmentState
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder, ModelOrder
-from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Order, Report, StartOrder
+from gpubroker_server.core.domain.orders import (
+    Ended,
+    Ending,
+    EnvironmentReported,
+    Failure,
+    Gone,
+    Order,
+    PrepareOrder,
+    Report,
+    StartOrder,
+)
 from gpubroker_server.core.domain.submission import (
     ENTRYPOINT_NOT_ALLOWED,
     SECRET_MISSING,
@@ -82,6 +94,8 @@ class Dispatcher:
     env_of: Callable[[Task, RunSpec], Mapping[str, str]] = lambda _task, _spec: {}
     """Returns the environment variables that a run gets besides those of its task."""
     secrets: SecretStore | None = None
+    hear: Hear = lambda _: None
+    """Takes reports that are made here after the orders were sent."""
 
     def __post_init__(self) -> None:
         self._specs: Mapping[TaskId, RunSpec] = {}
@@ -91,7 +105,8 @@ class Dispatcher:
     async def look_up(self, decisions: Sequence[Decision]) -> None:
         """Read the specifications that the starts of these decisions need, while the decisions are committed.
         `send` reads those that are missing."""
-        starts = [order.task for d in decisions for order in d.orders if isinstance(order, Start)]
+        needed = Start | PrepareOrder
+        starts = [order.task for d in decisions for order in d.orders if isinstance(order, needed)]
         if starts:
             with suppress(StoreUnavailable):
                 self._specs = await self.store.specs(starts)
@@ -112,9 +127,9 @@ class Dispatcher:
             elif isinstance(order, InferOrder | DropOrder):
                 self._send_inference(order, payloads)
             elif isinstance(order, DiskOrder):
-                look = asyncio.create_task(self._look_at_disks(order))
-                self._looks.add(look)
-                look.add_done_callback(self._looks.discard)
+                self._begin(self._look_at_disks(order))
+            elif isinstance(order, PrepareOrder):
+                self._begin(self._prepare(order, self._specs.get(order.task)))
             elif not isinstance(order, StartOrder) or (order.task, order.fence) in ready:
                 sendable.append(order)
         if sendable:
@@ -168,6 +183,31 @@ class Dispatcher:
                 impossible += self._never_started(order, Failure("corrupt_order", message))
         return payloads, impossible
 
+    def _begin(self, job: Coroutine[None, None, None]) -> None:
+        """Do a job beside the cycles."""
+        look = asyncio.create_task(job)
+        self._looks.add(look)
+        look.add_done_callback(self._looks.discard)
+
+    async def _prepare(self, order: PrepareOrder, spec: RunSpec | None) -> None:
+        """Send the order with the definition of its environment. If it cannot be read, the leader hears that
+        the node does not have the environment, and orders it again."""
+        try:
+            if spec is None:
+                spec = (await self.store.specs([order.task]))[order.task]
+            definition = spec.environment
+            assert definition is not None, "only tasks with an environment have it prepared"
+            project = await self.blobs.get(definition.project) if definition.project else b""
+        except (BlobMissing, BlobCorrupt, StoreUnavailable) as fault:
+            log.error("an environment cannot be read", task=order.task, fault=str(fault))
+            is_lost = not isinstance(fault, StoreUnavailable)
+            state = EnvironmentState.FAILED if is_lost else None
+            message = f"its project files cannot be read: {fault}; submit the task again" if is_lost else ""
+            about = order.node, self.clock.now(), order.key, state
+            self.hear([EnvironmentReported(*about, message=message)])
+            return
+        self.executor.prepare(order, definition, project)
+
     async def _look_at_disks(self, order: DiskOrder) -> None:
         """Send the order with the paths of the checkpoints from which tasks would resume. This runs beside
         the cycles, because it reads the checkpoints of every task from the database."""
@@ -187,6 +227,7 @@ class Dispatcher:
         if (
             spec.kind != "entrypoint"
             or spec.upload
+            or (spec.environment is not None and not spec.environment.name)
             or is_entrypoint_allowed(self.entrypoints, spec.entrypoint)
         ):
             return None
@@ -225,6 +266,7 @@ class Dispatcher:
             name=task.name,
             tenant=task.tenant,
             timeout_seconds=task.timeout_seconds,
+            environment=environment_of(task.demand),
         )
 
     async def _newest_valid(

@@ -87,6 +87,7 @@ class Leader:
         self._timer = CycleTimer()
         self._between_cycles = asyncio.Event()
         wake, hear = self._timer.wake, self._inbox.put
+        self.dispatcher.hear = self.hear
         self._commits = Committer(
             self.leader_term,
             self.ticks,

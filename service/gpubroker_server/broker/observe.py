@@ -19,6 +19,7 @@ from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
     Ending,
+    EnvironmentReported,
     Failure,
     Gone,
     Heartbeat,
@@ -39,6 +40,7 @@ from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle import (
     deadlines,
+    environments,
     gpu_closures,
     model_adoption,
     model_lifecycle,
@@ -180,6 +182,8 @@ class Observer:
                     decisions += model_turns.turns(self.world, report, now, self.policy)
                 case DiskReport():
                     decisions += await self._disks.answered(report, now)
+                case EnvironmentReported():
+                    pass
                 case Stacked():
                     decisions += await self._requests.answered(report)
                 case NodeReport():
@@ -189,6 +193,8 @@ class Observer:
                     answered.add(report.node.name)
                 case _:
                     about_runs.append(report)
+        prepared = [report for report in reports if isinstance(report, EnvironmentReported)]
+        decisions += environments.seen(self.world, prepared, now) if prepared else []
         for node, sample in measured.items():
             # The rows of a node that has just answered may change now; its next sample comes soon.
             if node not in answered:
@@ -262,6 +268,7 @@ class Observer:
         more = [*overuse_decisions(self.world, now, self.policy), *self._about_inferences(now)]
         more += ask_to_leave(self.world, self.policy, now)
         more += worker_sets.due(self.world, self._loads, self._autoscaler, now)
+        more += environments.due(self.world, now) if self.world.unprepared else []
         more += self._scattered_now(now)
         more += self._disks.due(now)
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from gpubroker_server.core.admission.admit import AdmissionPolicy
 from gpubroker_server.core.admission.defaults import Defaults
+from gpubroker_server.core.admission.environments import EnvironmentPolicy
 from gpubroker_server.core.admission.permissions import Permissions
 from gpubroker_server.core.control.history import FleetHistory
 from gpubroker_server.core.control.log_growth import LogWatch
@@ -42,6 +43,7 @@ class OperatorRules(Struct, frozen=True, kw_only=True):
 
     permissions: Permissions
     defaults: Defaults = Defaults()
+    environments: EnvironmentPolicy = EnvironmentPolicy()
     limits: ServiceLimits = ServiceLimits()
     kinds: tuple[GpuKind, ...] = ()
     """The kinds of GPU that the operator has ranked, strongest first."""
@@ -60,7 +62,7 @@ class OperatorRules(Struct, frozen=True, kw_only=True):
 
     @property
     def admission(self) -> AdmissionPolicy:
-        return AdmissionPolicy(self.permissions, self.defaults)
+        return AdmissionPolicy(self.permissions, self.defaults, self.environments)
 
 
 @dataclass(frozen=True, kw_only=True)

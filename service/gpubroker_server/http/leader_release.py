@@ -32,6 +32,7 @@ KNOWN_SINCE: Final[Mapping[str, Since]] = {
     "object": Since("0.3.0", "an object as an argument"),
     "retry_on": Since("0.3.0", "retry_on"),
     "upload": Since("0.3.0", "upload and outputs"),
+    "environment": Since("0.3.0", "environments"),
     "ray": Since("0.3.0", "a Ray cluster of a task"),
     "secret": Since("0.3.0", "secrets in env"),
     "stack": Since("0.3.0", "reading stacks"),

@@ -196,6 +196,7 @@ CATALOGUE: Final[Mapping[str, ProblemKind]] = {
     "pool-mismatch": ProblemKind(422, "The pool does not have what the task asks for"),
     "unknown-resource": ProblemKind(422, "There is no such resource"),
     "entrypoint-not-allowed": ProblemKind(422, "The operator does not allow this entrypoint"),
+    "environment-not-allowed": ProblemKind(422, "The operator does not allow this environment"),
     "python-mismatch": ProblemKind(422, "The function was pickled by another Python"),
     "idempotency-key-reused": ProblemKind(
         422,
@@ -332,7 +333,7 @@ QUEUE_PROBLEMS = "idempotency-key-reused tenant-queue-full tenant-queue-bytes ba
 """The reasons why an admitted task is not stored."""
 RUN_PROBLEMS = (
     f"{DEMAND_PROBLEMS} pool-mismatch unknown-resource priority-too-low entrypoint-not-allowed "
-    f"python-mismatch {QUEUE_PROBLEMS} leader-outdated"
+    f"environment-not-allowed python-mismatch {QUEUE_PROBLEMS} leader-outdated"
 )
 """The reasons why a task that runs code is refused."""
 SUBMIT_PROBLEMS = f"malformed-json payload-too-large unsupported-media-type {RUN_PROBLEMS}"

@@ -6,8 +6,9 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from gpubroker_server.core.domain.device import DiskOrder
+from gpubroker_server.core.domain.environment import Environment
 from gpubroker_server.core.domain.leader_term import LeaderTerm
-from gpubroker_server.core.domain.orders import LogName, Order, Report, TermRefused
+from gpubroker_server.core.domain.orders import LogName, Order, PrepareOrder, Report, TermRefused
 from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.units import Lineage, NodeName, TaskId
 from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion
@@ -24,6 +25,8 @@ class RunPayload(Struct, frozen=True):
     name: str
     tenant: str
     timeout_seconds: float | None
+    environment: str = ""
+    """The key of the run's environment; empty for that of the service."""
 
 
 class Executor(Protocol):
@@ -60,6 +63,10 @@ class Executor(Protocol):
 
     def look_at_disks(self, order: DiskOrder) -> None:
         """Have this node look for what may be deleted, or delete it; the answer is a DiskReport."""
+
+    def prepare(self, order: PrepareOrder, definition: Environment, project: bytes) -> None:
+        """Have this node prepare an environment; its agent answers with EnvironmentReported. `project` is the
+        archive of a pyproject.toml and uv.lock, empty if the environment has none."""
 
     def answer(self, answer: ObjectAnswer) -> None:
         """Send a run the answer to its question about an object. If the answer is lost, the run's agent asks

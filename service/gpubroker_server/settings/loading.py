@@ -37,6 +37,7 @@ from gpubroker_server.core.domain.submission import SECRET_PREFIX
 from gpubroker_server.core.domain.suggestions import meant_field, nearest
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.reconcile import NodeRules
+from gpubroker_server.settings.environments import EnvironmentSettings
 from gpubroker_server.settings.fleet import SHORT_VARIABLES, FleetSettings
 from gpubroker_server.settings.ray import RaySettings
 from gpubroker_server.settings.sections import (
@@ -136,6 +137,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     task_user: str = ""
     device_reserve_mb: NonNegativeMib = Mib(0)
     declared_foreign_mb: Mapping[str, NonNegativeMib] = field(default_factory=dict)
+    environments: EnvironmentSettings = EnvironmentSettings()
     simulated_devices: tuple[SimulatedDevice, ...] = ()
     submit_from_tasks: bool = False
     tasks_url: str = ""

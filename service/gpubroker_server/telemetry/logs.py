@@ -19,6 +19,7 @@ LOG_FIELDS: Mapping[str, str] = {
     "seconds": "how long it took",
     "token": "name of the token that it came with",
     "client": "address that it came from, as the connection or a trusted proxy says",
+    "environment": "key of an environment of runs",
     "task": "id of the task",
     "tasks": "ids of tasks that came with one request",
     "tenant": "to which the task belongs, or in whose name a request was made",

@@ -67,6 +67,8 @@ class OneNode(Struct, frozen=True):
     """A fleet of one node with one H100, and what was learned on it."""
 
     sketches: Sketches = {}
+    pythons: dict[str, str] = {}
+    """The Python that nodes have found in environments, by key."""
 
     def refusal(self, demand: Demand) -> Refusal | None:
         return check(demand, [a_device()], [a_node()], POLICY)
@@ -77,6 +79,9 @@ class OneNode(Struct, frozen=True):
 
     def gpu_share(self, demand: Demand) -> float:
         return largest_share(demand, [a_device()])
+
+    def python_of(self, environment: str) -> str:
+        return self.pythons.get(environment, "")
 
     def learned_size(self, demand: Demand, tenant: str, subject: str) -> Sizing:
         return learned_size(self.sketches, tenant, subject, [a_device()], POLICY)

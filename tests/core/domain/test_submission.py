@@ -106,3 +106,16 @@ def test_the_state_of_an_array_follows_from_its_items_and_its_workers(
     done: int, failed: int, workers: list[TaskState], state: str
 ) -> None:
     assert state_of_array(terms(4), done, failed, workers) == state
+
+
+@pytest.mark.parametrize(
+    ("spec", "brings_code"),
+    [
+        (RunSpec(kind="entrypoint", entrypoint="team:fit"), False),
+        (RunSpec(kind="entrypoint", entrypoint="team:fit", upload="a" * 64), True),
+        (RunSpec(kind="function"), True),
+        (RunSpec(kind="command", command=("true",)), True),
+    ],
+)
+def test_code_of_a_run_comes_with_its_task_or_is_the_operators(spec: RunSpec, brings_code: bool) -> None:
+    assert spec.brings_code is brings_code

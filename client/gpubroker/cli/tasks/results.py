@@ -7,7 +7,7 @@ import sys
 import threading
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
@@ -17,7 +17,7 @@ from gpubroker.cli.printing import Format, Output, emit, eprint, show
 from gpubroker.cli.tables import short_id, with_short_ids
 from gpubroker.cli.tasks.view import task_details
 from gpubroker.errors import Unreachable, WaitTimeout
-from gpubroker.runtime.output import STREAMS
+from gpubroker.runtime.output import STREAMS, LogStream
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -65,13 +65,16 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Go on until the task has ended; wait for it to start.")
     ] = False,
     attempt: Annotated[int | None, typer.Option(help="Attempt. Default: the newest.")] = None,
-    stream: Annotated[str | None, typer.Option(help="stdout or stderr. Default: both.")] = None,
+    stream: Annotated[
+        str | None,
+        typer.Option(help="stdout or stderr, by default both; or setup: what its environment took."),
+    ] = None,
     rank: Annotated[int | None, typer.Option(help="Rank of a gang. Default: 0.")] = None,
     worker: WorkerId = None,
 ) -> None:
     """Print what a task has printed: its standard output to yours, its standard error to yours."""
-    if stream not in (None, *STREAMS):
-        raise typer.BadParameter(f"--stream is stdout or stderr, not {stream!r}")
+    if stream not in (None, *get_args(LogStream)):
+        raise typer.BadParameter(f"--stream is stdout, stderr or setup, not {stream!r}")
     filters = {"follow": follow or None, "attempt": attempt, "rank": rank, "worker": worker}
     options = cast("LogOptions", {name: value for name, value in filters.items() if value is not None})
     with connect() as broker:
@@ -79,7 +82,7 @@ def logs(
         if stream is None:
             show_logs(broker, id, options)
         else:
-            _show_log(broker, id, {**options, "stream": stream})
+            _show_log(broker, id, {**options, "stream": cast("LogStream", stream)})
 
 
 def follow_and_show(broker: Broker, task: str, output: Format) -> None:

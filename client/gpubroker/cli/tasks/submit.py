@@ -17,6 +17,7 @@ from gpubroker.cli.tasks.batch_file import submit_file
 from gpubroker.cli.tasks.directory import place_of
 from gpubroker.cli.tasks.explain import show_simulation
 from gpubroker.cli.tasks.results import follow_and_show, wait_and_show
+from gpubroker.tasks.environments import environment_body, project_to_store
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -192,6 +193,28 @@ Outputs = Annotated[
         help="Files to collect when a run has ended, such as 'runs/**'; repeatable. See gpubroker outputs.",
     ),
 ]
+Environment = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE|DIR",
+        help="Interpreter and packages: the operator's name for them, a requirements.txt, a script with "
+        "metadata, or a project's directory.",
+    ),
+]
+Python = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH|VERSION", help="Interpreter on the nodes, or the version to install packages for."
+    ),
+]
+Conda = Annotated[
+    str | None, typer.Option(metavar="NAME|PREFIX", help="Conda environment that exists on the nodes.")
+]
+Requirements = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PACKAGE", help="Package that each node installs once, as 'numpy>=2'; repeatable."),
+]
+Container = Annotated[str | None, typer.Option(metavar="IMAGE", help="Container image to run a command in.")]
 Ray = Annotated[
     str | None,
     typer.Option(
@@ -308,6 +331,11 @@ class SubmitParameters(NamedTuple):
     result_format: ResultFormat = None
     working_directory: Directory = None
     upload: Upload = None
+    environment: Environment = None
+    python: Python = None
+    conda: Conda = None
+    requirements: Requirements = None
+    container: Container = None
     outputs: Outputs = None
     ray: Ray = None
     ray_dashboard: RayDashboard = False
@@ -454,6 +482,24 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
+def _environment_of(given: Mapping[str, Any]) -> Any:
+    """Return the environment that the options state; None if they state none. Raises BadParameter."""
+    names = ("python", "conda", "requirements", "container")
+    fields = {name: value for name in names if (value := given.get(name))}
+    environment = given.get("environment")
+    if not fields or environment is None:
+        return environment or fields or None
+    if fields.keys() != {"python"}:
+        others = ", ".join(f"--{name}" for name in fields)
+        raise typer.BadParameter(f"give --environment or {others}, not both: a run has one environment")
+    body = (
+        environment_body(environment) if project_to_store(environment) is None else {"project": environment}
+    )
+    if isinstance(body, str):
+        raise typer.BadParameter("an environment of the operator has a Python of its own; leave --python out")
+    return {**body, **fields}
+
+
 def read_options(given: Mapping[str, Any]) -> "SubmitOptions":
     """Return the parameters of the command that the SDK takes under the same name, in the form that the SDK
     takes."""
@@ -464,6 +510,8 @@ def read_options(given: Mapping[str, Any]) -> "SubmitOptions":
         for name in Known.__annotations__.keys() - {"after"}
         if (value := given.get(name)) is not None and value is not False and value != []
     }
+    if (environment := _environment_of(given)) is not None:
+        options["environment"] = environment
     if (deadline := given.get("deadline")) is not None:
         options["deadline_seconds" if isinstance(deadline, float) else "deadline_at"] = deadline
     return cast("SubmitOptions", options)

@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.tasks.task import Task
     from gpubroker.tasks.task_api import ListOptions
+    from gpubroker.wire.environments import Environment
     from gpubroker.wire.forecasts import Expected
     from gpubroker.wire.quarantine import Quarantined
-    from gpubroker.wire.tasks import TaskDevice, TaskRank
+from gpubroker.wire.tasks import TaskDevice, TaskRank
 
 NO_PAST: Mapping[str, str] = MappingProxyType({})
 _REASONS_ASKED = 20
@@ -231,6 +232,7 @@ def task_details(task: Task, past: Mapping[str, str] = NO_PAST) -> RenderableTyp
         "model": run.model,
         "profile": task.profile,
         "upload": task.upload[:12],
+        "environment": _environment(task.environment),
         "ray": f"a {task.ray} cluster" if task.ray else None,
         "gpu": demand(task.resources.raw),
         "size": task.sizing.message if task.sizing else None,
@@ -284,6 +286,14 @@ def failure(task: Task) -> str:
         return ""
     message = (task.error.message.splitlines() or [task.error.kind])[0]
     return with_short_ids(message) if task.error.kind in _OWN_KINDS else message
+
+
+def _environment(given: Environment | None) -> str:
+    if given is None:
+        return ""
+    packages = ", ".join(given.requirements) or (f"project {given.project[:12]}" if given.project else "")
+    python = f"Python {given.python}" if given.python else ""
+    return "; ".join(filter(None, (given.name, python, given.conda, packages, given.container)))
 
 
 def _device(device: TaskDevice) -> str:

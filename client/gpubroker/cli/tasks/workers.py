@@ -15,8 +15,10 @@ from gpubroker.cli.printing import Format, Output, emit, emit_all, eprint, show
 from gpubroker.cli.tables import Column, PlainTable, short_id
 from gpubroker.cli.tasks.submit import (
     Args,
+    Conda,
     Cpu,
     Env,
+    Environment,
     GpuMb,
     Gpus,
     Kwargs,
@@ -24,6 +26,8 @@ from gpubroker.cli.tasks.submit import (
     Memory,
     Name,
     Priority,
+    Python,
+    Requirements,
     Upload,
     UploadingCommand,
     read_options,
@@ -77,6 +81,10 @@ def create(
     labels: Labels = None,
     env: Env = None,
     upload: Upload = None,
+    environment: Environment = None,
+    python: Python = None,
+    conda: Conda = None,
+    requirements: Requirements = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Keep workers running that each make one object.

@@ -17,6 +17,7 @@ from gpubroker_server.core.domain.limits import ServiceLimits
 from gpubroker_server.core.domain.orders import ReportedDevice
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.domain.visible_gpus import VARIABLE
+from gpubroker_server.settings.environments import BuildRules
 from gpubroker_server.settings.ray import RaySettings
 
 _LIMITS = ServiceLimits()
@@ -49,6 +50,8 @@ class RayOptions(RaySettings, frozen=True):
     watched_directories: tuple[str, ...] = ()
     """The directories on each node whose file systems are sampled, besides that of Ray's session."""
 
+    environments: BuildRules = BuildRules()
+    """The way in which nodes prepare environments."""
     own_visible_gpus: str | None = None
     """The value of CUDA_VISIBLE_DEVICES in the service's environment; None if it is not set."""
 
@@ -152,6 +155,7 @@ class AgentConfig(Struct, frozen=True):
     visible_gpus: tuple[str, str] | None = None
     """The GPUs to use, as in CUDA_VISIBLE_DEVICES, and the name of the setting or variable that says so.
     None means those of the environment in which the node was started."""
+    environments: BuildRules = BuildRules()
     gpu_memory_mb: int | None = None
     """The memory that is assumed for GPUs that have no memory of their own."""
 
@@ -179,7 +183,9 @@ class AgentConfig(Struct, frozen=True):
     def to_json(self) -> str:
         """Return the configuration as JSON. Fields with default values are left out, because an agent of an
         earlier release may not know them."""
-        defaults = {field.name: field.default for field in fields(self) if field.default is not NODEFAULT}
+        defaults = {
+            field.name: to_builtins(field.default) for field in fields(self) if field.default is not NODEFAULT
+        }
         given = {
             name: value
             for name, value in to_builtins(self).items()

@@ -9,15 +9,18 @@ from operator import attrgetter
 from typing import Any
 
 import msgpack
-from gpubroker.runtime.messages import OF_DIRECTORIES, OF_RAY, RunOrder
+import msgspec
+from gpubroker.runtime.messages import OF_RAY, RunOrder, fields_left_out
 from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.site.gpubroker_memory_limit import FRACTIONS, LIMITS_MB
 from msgspec.structs import astuple
 
 from gpubroker_server.adapters.ray.peers import Peer
 from gpubroker_server.core.domain.device import DiskOrder, DiskReport, NodeSample
+from gpubroker_server.core.domain.environment import Environment
 from gpubroker_server.core.domain.model_orders import ServerReport
 from gpubroker_server.core.domain.orders import (
+    EnvironmentReported,
     ForgetOrder,
     GoOrder,
     Heartbeat,
@@ -27,6 +30,7 @@ from gpubroker_server.core.domain.orders import (
     NodeReport,
     NodesListed,
     Order,
+    PrepareOrder,
     Report,
     RunId,
     Sampled,
@@ -41,10 +45,10 @@ from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.ports.executor import RunPayload
 from gpubroker_server.ports.task_objects import ObjectAnswer, ObjectQuestion, OutputPart, PartAnswer
 
-PROTOCOL = 13
+PROTOCOL = 14
 """The number of the newest protocol between driver and agent. The first value of every message is the number
 of its protocol."""
-SPOKEN = (8, 9, 10, 11, 12, PROTOCOL)
+SPOKEN = (8, 9, 10, 11, 12, 13, PROTOCOL)
 """The protocols that this release speaks, the newest last. An agent outlives the service that started it, so
 a release also speaks the protocols since the last release. Both sides use the newest one that they share."""
 
@@ -68,6 +72,9 @@ earlier agent would start the run in another directory."""
 STARTS_RAY = 13
 """The first protocol in which agents start a Ray cluster for a run that asks for one. An earlier agent would
 run the command once per rank, without a cluster."""
+PREPARES_ENVIRONMENTS = 14
+"""The first protocol in which agents prepare environments. An earlier agent would start the run in the
+service's own."""
 _OBJECT_ID = re.compile(rb'(?:"object":"|\x8c@)[0-9a-f]{64}')
 """Matches the id of an object in JSON, and any text of 64 hexadecimal digits in a pickle."""
 
@@ -89,6 +96,12 @@ def disk_order(order: DiskOrder) -> tuple[Any, ...]:
     return "disk", order.request, *about, order.deletes, order.runs_sync, order.live, order.above
 
 
+def prepare_order(order: PrepareOrder, definition: Environment, project: bytes) -> tuple[Any, ...]:
+    """Return the order to prepare an environment. `project` is the archive of its pyproject.toml and
+    uv.lock."""
+    return "prepare", order.key, order.tenant, msgspec.json.encode(definition).decode(), project
+
+
 def peers_order(peers: Sequence[Peer]) -> tuple[Any, ...]:
     """Return the order to try the ports of these nodes."""
     return "peers", peers
@@ -108,6 +121,8 @@ def object_order(answer: ObjectAnswer) -> tuple[Any, ...]:
 def least_form_for(payload: RunPayload) -> int:
     """Return the first protocol whose agents run this payload correctly."""
     spec = payload.spec
+    if spec.environment is not None:
+        return PREPARES_ENVIRONMENTS
     if spec.ray:
         return STARTS_RAY
     if spec.upload or spec.outputs:
@@ -193,21 +208,21 @@ class OrderWriter:
             **dict(zip(_OF_PAYLOAD, _of_payload(payload), strict=True)),
             **dict(zip(_OF_ORDER, _of_order(order), strict=True)),
             "env": {**spec.env, **variables, **_gpu_limits(order.shares)},
+            "environment": payload.environment,
             "leases": _by_uuid(order.devices),
             "result_limit_bytes": self._result_limit_bytes,
             "checkpoint_limit_bytes": self._checkpoint_limit_bytes,
         }
-        names = _RUN_ORDER if spec.upload or spec.outputs else _RUN_ORDER_BEFORE_UPLOADS
-        if spec.kind == "command":  # only commands start a Ray of their own
-            names += OF_RAY
-        return {name: given[name] for name in names}
+        left_out = fields_left_out(spec.upload or spec.outputs, spec.environment)
+        # Only commands start a Ray of their own.
+        names = _RUN_ORDER + OF_RAY if spec.kind == "command" else _RUN_ORDER
+        return {name: given[name] for name in names if name in given and name not in left_out}
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(RunOrder))
 _RUN_ORDER = tuple(name for name in _FIELDS if name not in OF_RAY)
-_RUN_ORDER_BEFORE_UPLOADS = tuple(name for name in _RUN_ORDER if name not in OF_DIRECTORIES)
 _OF_ORDER, _OF_PAYLOAD, _OF_SPEC = (
-    tuple(name for name in _FIELDS if name in kind.__struct_fields__)
+    tuple(name for name in _FIELDS if name in kind.__struct_fields__ and name != "environment")
     for kind in (StartOrder, RunPayload, RunSpec)
 )
 _of_order, _of_payload, _of_spec = attrgetter(*_OF_ORDER), attrgetter(*_OF_PAYLOAD), attrgetter(*_OF_SPEC)
@@ -236,6 +251,8 @@ def write_reports(
     report."""
     if protocol == 8:
         reports = [_without_order_time(report) for report in reports if report[0] != "node_sampled"]
+    if protocol < PREPARES_ENVIRONMENTS:
+        reports = [_without_environments(report) for report in reports if report[0] != "environment"]
     if protocol < UNPACKS_UPLOADS:
         reports = [report for report in reports if report[0] != "output"]
     if protocol < TELLS_UNPROVEN_ENDS:
@@ -253,6 +270,14 @@ def _without_gpu_state(report: WireReport) -> WireReport:
     return *before, {uuid: health[:6] for uuid, health in gpus.items()}, network, unreached
 
 
+def _without_environments(report: WireReport) -> WireReport:
+    """Return a report for protocols before PREPARES_ENVIRONMENTS, whose nodes have no environments."""
+    if report[0] != "node_seen":
+        return report
+    kind, at, node, *rest = report
+    return kind, at, {name: value for name, value in node.items() if name != "environments"}, *rest
+
+
 def _without_order_time(report: WireReport) -> WireReport:
     """Return a report for protocol 8, in which a start lacks the time when the agent got the order."""
     return report[:6] if report[0] == "started" else report
@@ -260,7 +285,16 @@ def _without_order_time(report: WireReport) -> WireReport:
 
 def run_of(report: Report | ObjectQuestion) -> RunId | None:
     """Return the run that a report is about; None for a report about a node or a server."""
-    about_nodes = NodeReport | NodeLost | NodesListed | Heartbeat | Sampled | NodeSample | DiskReport
+    about_nodes = (
+        NodeReport
+        | NodeLost
+        | NodesListed
+        | Heartbeat
+        | Sampled
+        | NodeSample
+        | DiskReport
+        | EnvironmentReported
+    )
     if isinstance(report, about_nodes | ServerReport):
         return None
     return report.task, report.fence, report.rank

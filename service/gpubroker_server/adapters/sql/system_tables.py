@@ -23,7 +23,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from gpubroker_server.ports.store import LogOutgrown, Outgrown
 
-SCHEMA = 21
+SCHEMA = 22
 """The number of the newest migration that this software knows."""
 
 READER = 4

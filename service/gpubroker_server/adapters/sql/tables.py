@@ -121,9 +121,10 @@ task_spec = Table(
     Column("objects", Text, nullable=False, server_default=text("'[]'")),
     Column("upload", Text, nullable=False, server_default=text("''")),
     Column("outputs", Text, nullable=False, server_default=text("'[]'")),
+    Column("environment", Text),
 )
-"""The part of a task that never changes. `command`, `env`, `labels`, `sizing`, `objects` and `outputs` are
-JSON."""
+"""The part of a task that never changes. `command`, `env`, `labels`, `sizing`, `objects`, `outputs` and
+`environment` are JSON."""
 
 Index("ix_task_spec_arguments_digest", task_spec.c.arguments_digest, **where("arguments_digest IS NOT NULL"))
 
@@ -291,6 +292,7 @@ node = Table(
     Column("drain_deadline_at", Double),
     Column("cordoned_by", Text, nullable=False, server_default=text("''")),
     Column("cordoned_at", Double),
+    Column("environments", Text, nullable=False, server_default=text("'[]'")),
     **HOT,
 )
 

@@ -16,6 +16,7 @@ from gpubroker_server.core.admission.demands import (
     ranks_with_gpus_of_profile,
     settled_demand,
 )
+from gpubroker_server.core.admission.environments import EnvironmentPolicy, check_environment, environment_for
 from gpubroker_server.core.admission.facts import INVALID, Facts, Refused, refused_at
 from gpubroker_server.core.admission.feasibility import (
     check_priority,
@@ -27,7 +28,8 @@ from gpubroker_server.core.admission.permissions import SECRETS_SCOPE, Permissio
 from gpubroker_server.core.admission.ray_clusters import ray_defaults, ray_fault, with_ray_defaults
 from gpubroker_server.core.admission.submission import Asked, Sender, Submission
 from gpubroker_server.core.admission.times import UNTIMED, Timing, timing_of
-from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.demand import Demand, environment_of, in_environment, interned
+from gpubroker_server.core.domain.environment import environment_key
 from gpubroker_server.core.domain.holders import (
     External,
     Gang,
@@ -66,6 +68,7 @@ class AdmissionPolicy(Struct, frozen=True):
 
     permissions: Permissions
     defaults: Defaults
+    environments: EnvironmentPolicy = EnvironmentPolicy()
 
 
 def admit(submission: Submission, facts: Facts, policy: AdmissionPolicy) -> AdmittedTask | Refused:
@@ -160,6 +163,11 @@ def _new_task(
     spec, subject = submission.spec, _subject_of(submission)
     usual = policy.defaults.named(spec.model_type, spec.profile)
     size: Sizing | None = None
+    if spec.environment is not None or usual.environment:
+        settled_environment = environment_for(spec, usual, policy.defaults, policy.permissions.python)
+        if isinstance(settled_environment, Refused):
+            return settled_environment
+        spec = replace(spec, environment=settled_environment)
     of_profile: ProfileDefaults = partial(policy.defaults.named, spec.model_type)
     if spec.ray:
         usual, of_profile = with_ray_defaults(usual), ray_defaults(of_profile)
@@ -186,6 +194,9 @@ def _new_task(
             return Refused(INVALID, faults=(fault,))
     if size is not None:
         spec = replace(spec, sizing=size)
+    if spec.environment is not None:
+        key = environment_key(spec.environment, policy.environments.owner(submission.tenant))
+        demand = interned(in_environment(demand, key))
     if usual.max_concurrency is not None and spec.max_concurrency is None:
         spec = replace(spec, max_concurrency=usual.max_concurrency)
     limits = _limits_of(submission, usual, facts.sender, policy)
@@ -247,6 +258,8 @@ def _is_shareable(spec: RunSpec, demand: Demand) -> bool:
     or a directory need a process of their own."""
     if spec.kind != "entrypoint" or spec.env or spec.is_told_more or spec.upload or spec.outputs:
         return False
+    if spec.environment is not None:
+        return False
     return demand.gpus == 0 and demand.memory_mb == 0 and not demand.bundles
 
 
@@ -285,8 +298,10 @@ def _not_allowed(
     sender, spec, permissions = facts.sender, new.spec, policy.permissions
     if sender is None:
         return None
+    python = facts.fleet.python_of(environment_of(new.task.demand)) if spec.environment is not None else ""
     refused = (
-        permissions.check_run(sender, spec, submission.cloudpickle)
+        permissions.check_run(sender, spec, submission.cloudpickle, python)
+        or check_environment(sender, spec, policy.environments)
         or permissions.check_env(sender, spec.env)
         or (
             # A default is never above the cap.

@@ -9,6 +9,7 @@ from gpubroker.wire.policy import TaskDefaults
 from msgspec import Meta, field
 from msgspec.structs import fields, replace
 
+from gpubroker_server.core.domain.environment import Environment
 from gpubroker_server.core.domain.policy import BAND_NAMES
 from gpubroker_server.core.domain.setting_marks import ELSEWHERE
 
@@ -57,6 +58,8 @@ class Defaults(TaskDefaults, frozen=True):
     timeout_seconds: Annotated[float | None, ELSEWHERE] = None
     model_types: Annotated[Mapping[str, NamedDefaults], ELSEWHERE] = field(default_factory=dict)
     profiles: Annotated[Mapping[str, NamedDefaults], ELSEWHERE] = field(default_factory=dict)
+    environments: Annotated[Mapping[str, Environment], ELSEWHERE] = field(default_factory=dict)
+    """The operator's environments, by name."""
 
     def named(self, model_type: str, profile: str = "") -> NamedDefaults:
         """Return the defaults of the profile, completed by those of the model type."""

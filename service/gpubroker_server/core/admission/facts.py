@@ -30,6 +30,10 @@ class FleetLookup(Protocol):
     def gpu_share(self, demand: Demand) -> float:
         """Return the largest share of a GPU that each GPU of this demand may take."""
 
+    def python_of(self, environment: str) -> str:
+        """Return the minor version of Python that nodes have found in the environment with this key; empty
+        if no node has told it."""
+
     def learned_size(self, demand: Demand, tenant: str, subject: str) -> Sizing:
         """Return the size that earlier runs used on the devices that this demand may use."""
 

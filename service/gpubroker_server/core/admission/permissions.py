@@ -51,19 +51,25 @@ class Permissions(Struct, frozen=True):
     shares_ray: bool = False
     """True if tasks may ask for the service's own Ray."""
 
-    def check_run(self, sender: Sender, spec: RunSpec, cloudpickle: str | None = None) -> Refused | None:
+    def check_run(
+        self, sender: Sender, spec: RunSpec, cloudpickle: str | None = None, found_python: str = ""
+    ) -> Refused | None:
         """Return a refusal if the token or the operator does not allow the run. `cloudpickle` is the version
-        that pickled the function, if the client states it."""
+        that pickled the function, if the client states it. `found_python` is the minor version of Python that
+        nodes have found in the environment of the run; empty if they have not looked."""
         match spec.kind:
             case "entrypoint" if spec.upload:  # the entrypoint is in the submitter's own code
                 return lacks(sender, CODE_SCOPE, "submitting a function with the directory that it is in")
+            case "entrypoint" if spec.environment is not None and not spec.environment.name:
+                purpose = "submitting a function with an environment of your own"
+                return lacks(sender, CODE_SCOPE, purpose)
             case "entrypoint":
                 return self._check_entrypoint(spec.entrypoint)
             case "command":
                 return lacks(sender, COMMAND_SCOPE, "submitting a command")
             case "function":
                 refused = lacks(sender, CODE_SCOPE, "submitting a function")
-                return refused or self._check_pickle(spec.python, cloudpickle)
+                return refused or self._check_pickle(spec, cloudpickle, found_python)
         return None
 
     def check_env(self, sender: Sender, env: Mapping[str, str]) -> Refused | None:
@@ -146,14 +152,24 @@ class Permissions(Struct, frozen=True):
         detail = f'module "{module}" defines no "{name.partition(".")[0]}"; {remedy}'
         return Refused(INVALID, faults=(Refusal("unknown-function", detail, "/run/entrypoint"),))
 
-    def _check_pickle(self, python: str, cloudpickle: str | None) -> Refused | None:
+    def _check_pickle(self, spec: RunSpec, cloudpickle: str | None, found_python: str) -> Refused | None:
         """Return a refusal if a pickled function could not be opened. It needs the minor version of Python
         that pickled it, and a major version of cloudpickle that is not older."""
-        if python != self.python:
+        python, environment = spec.python, spec.environment
+        opened_by = self.python if environment is None else environment.minor or found_python
+        if environment is not None and opened_by not in ("", python):
             return _mismatch(
                 "python",
-                f"the function was pickled by Python {python} and would be opened by {self.python}; "
-                f"submit it from Python {self.python}, or name an entrypoint instead",
+                f"the function was pickled by Python {python}, and its environment "
+                f'"{environment.label}" has Python {opened_by}; submit it from Python {opened_by}, choose an '
+                f"environment with Python {python}, or name an entrypoint or a command instead",
+            )
+        if environment is None and python != opened_by:
+            return _mismatch(
+                "python",
+                f"the function was pickled by Python {python} and would be opened by {opened_by}; submit it "
+                f"from Python {opened_by}, give it an environment with Python {python}, or name an "
+                "entrypoint instead",
             )
         if cloudpickle is not None and _major(cloudpickle) > _major(self.cloudpickle):
             return _mismatch(

@@ -11,14 +11,14 @@ from gpubroker_server.core.domain.device import Device, DiskOrder, Node
 from gpubroker_server.core.domain.estimates import Observation, SketchKey
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge, PledgeEnd
 from gpubroker_server.core.domain.model_orders import InferenceOrder, ModelOrder
-from gpubroker_server.core.domain.orders import Checkpointed, Failure, Order
+from gpubroker_server.core.domain.orders import Checkpointed, Failure, Order, PrepareOrder
 from gpubroker_server.core.domain.submission import Fields as Fields
 from gpubroker_server.core.domain.submission import Request as Request
 from gpubroker_server.core.domain.submission import WorkerSet
 from gpubroker_server.core.domain.task import Move, Task, move
 from gpubroker_server.core.domain.units import Instant, TaskId
 
-AnyOrder = Order | DiskOrder | ModelOrder | InferenceOrder
+AnyOrder = Order | DiskOrder | PrepareOrder | ModelOrder | InferenceOrder
 """An order to a node agent, to a model server, or to the sender of inferences."""
 
 

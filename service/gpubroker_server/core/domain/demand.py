@@ -28,6 +28,9 @@ class PlacementConstraints(Struct, frozen=True, omit_defaults=True):
     prefer_kinds: tuple[str, ...] = ()
     """Preferred kinds, best first. A preference orders placements and forbids none."""
     prefer_nodes: Labels = ()
+    environment: str = ""
+    """The key of the environment that a node must have ready before the task starts there; empty for that of
+    the service."""
 
 
 NO_CONSTRAINTS = PlacementConstraints()
@@ -143,6 +146,24 @@ def may_use_node(demand: Demand, node: Node) -> bool:
     return not demand.where.nodes or not _unmet(demand.where.nodes, node)
 
 
+def in_environment(demand: Demand, key: str) -> Demand:
+    """Return the demand of a task, or of a gang with all its ranks, that waits for this environment."""
+    bundles = tuple(in_environment(rank, key) for rank in demand.bundles)
+    return replace(demand, where=replace(demand.where, environment=key), bundles=bundles)
+
+
+def environment_of(demand: Demand) -> str:
+    """Return the key of the environment of a task or of the ranks of a gang; empty for that of the
+    service."""
+    return (demand.bundles[0] if demand.bundles else demand).where.environment
+
+
+def has_environment(demand: Demand, node: Node) -> bool:
+    """Return True if the node has the environment of the task ready."""
+    key = demand.where.environment
+    return not key or node.has_ready(key)
+
+
 def device_preference_rank(demand: Demand, device: Device) -> int:
     """Return the index of the device's kind in the preferred kinds. The best is 0, which is also the answer
     without a preference."""
@@ -182,5 +203,6 @@ def ceiling(offered: Iterable[tuple[Device, int]]) -> NodeUpperBound:
     """Return the upper bound of a node. `offered` has pairs of a device and the MiB that could be leased on
     it."""
     offers = list(offered)
-    amounts = sorted((mb for _, mb in offers), reverse=True)
-    return NodeUpperBound(tuple(amounts), sum(mb >= device.allocatable_mb for device, mb in offers))
+    amounts = sorted([mb for _, mb in offers], reverse=True)
+    whole = [mb for device, mb in offers if mb >= device.allocatable_mb]
+    return NodeUpperBound(tuple(amounts), len(whole))

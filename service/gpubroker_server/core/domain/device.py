@@ -10,6 +10,7 @@ from gpubroker.wire.devices import GpuHealth as ShownHealth
 from gpubroker.wire.policy import GpuKind
 from msgspec import Meta, Struct, field
 
+from gpubroker_server.core.domain.environment import EnvironmentState, NodeEnvironment
 from gpubroker_server.core.domain.setting_marks import written
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, Seconds
 
@@ -151,6 +152,16 @@ class Node(Struct, frozen=True):
     custom: tuple[tuple[str, float], ...] = ()
     """(name, amount) of the custom resources of which each node has an amount of its own, sorted by name."""
     version: int = 1
+    environments: tuple[NodeEnvironment, ...] = ()
+    """The environments that the node has, prepares or could not prepare, sorted by key."""
+
+    def environment(self, key: str) -> NodeEnvironment | None:
+        return next((known for known in self.environments if known.key == key), None)
+
+    def has_ready(self, key: str) -> bool:
+        """Return True if a run can start in the environment."""
+        known = self.environment(key)
+        return known is not None and known.state is EnvironmentState.READY
 
 
 class DiskSample(NamedTuple):

@@ -3,7 +3,7 @@ left."""
 
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.demand import may_use_node
+from gpubroker_server.core.domain.demand import has_environment, may_use_node
 from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.holders import Gang
 from gpubroker_server.core.domain.ranks import counted_by
@@ -88,7 +88,9 @@ class NodeHeadroom(NamedTuple):
         return enough and self.runs >= 1 and self.is_open_to(task) and not self.short_of(task)
 
     def is_open_to(self, task: Task) -> bool:
-        return self.node is None or may_use_node(task.demand, self.node)
+        if self.node is None:
+            return True
+        return may_use_node(task.demand, self.node) and has_environment(task.demand, self.node)
 
     def short_of(self, task: Task) -> list[str]:
         """Return the names of the node's custom resources that do not suffice, sorted."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from gpubroker_server.core.domain.device import DeviceSample, DiskReport, Node, NodeSample
+from gpubroker_server.core.domain.environment import EnvironmentState
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.model_orders import ServerReport
 from gpubroker_server.core.domain.task import StopReason
@@ -137,6 +138,18 @@ class ForgetOrder(_RunOrder, frozen=True):
 Order = StartOrder | GoOrder | WorldOrder | WatchOrder | ItemsOrder | StopOrder | StackOrder | ForgetOrder
 
 
+class PrepareOrder(Struct, frozen=True):
+    """Prepare an environment on a node. Dispatch adds its definition, which it reads from the specification
+    of `task`. A repeated order changes nothing."""
+
+    node: NodeName
+    incarnation: str
+    key: str
+    task: TaskId
+    """A waiting task with this environment."""
+    tenant: str
+
+
 class RunReport(Struct, frozen=True):
     task: TaskId
     fence: Fence
@@ -163,7 +176,7 @@ class Failure(Struct, frozen=True):
     """A stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
     out_of_memory, host_memory_exceeded, over_use, stopped_unasked, corrupt_order, malformed_report, timeout,
     start_timeout, dependency, entrypoint_not_allowed, secret_missing, array_import_failed, object_missing,
-    object_unreadable, no_directory, ray_failed, ray_unusable."""
+    object_unreadable, no_directory, ray_failed, ray_unusable, environment."""
     message: str
     traceback: str = ""
 
@@ -339,6 +352,19 @@ class NodeLost(Struct, frozen=True):
     """True if the cluster's own control service says that the node is dead."""
 
 
+class EnvironmentReported(Struct, frozen=True):
+    """The state of an environment on a node."""
+
+    node: NodeName
+    at: Instant
+    key: str
+    state: EnvironmentState | None
+    """The state; None if the node no longer has the environment."""
+    step: str = ""
+    python: str = ""
+    message: str = ""
+
+
 class NodesListed(Struct, frozen=True):
     """The nodes that the cluster's own control service lists. The report is kept in memory; it is no
     event."""
@@ -384,6 +410,7 @@ Report = (
     | Gone
     | NodeReport
     | NodeLost
+    | EnvironmentReported
     | NodesListed
     | Heartbeat
     | Sampled

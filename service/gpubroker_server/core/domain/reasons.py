@@ -23,6 +23,8 @@ class Reason(StrEnum):
     """GPUs that are large enough need a reset or a repair, or an operator has closed them."""
     DISK_FULL = "DiskFull"
     """A disk of each node that is large enough is too full."""
+    ENVIRONMENT_PREPARING = "EnvironmentPreparing"
+    """No node that is large enough has the task's environment ready."""
     BACKEND_UNAVAILABLE = "BackendUnavailable"
     """No node answers, no broker leads, or memory use is unknown."""
     NOT_BEFORE = "NotBefore"
@@ -61,6 +63,7 @@ _TIERS = {
     Reason.NODE_CORDONED: 5,
     Reason.GPU_CLOSED: 5,
     Reason.DISK_FULL: 5,
+    Reason.ENVIRONMENT_PREPARING: 5,
     Reason.BACKEND_UNAVAILABLE: 6,
     Reason.NOT_BEFORE: 7,
     Reason.DEPENDENCY_PENDING: 7,

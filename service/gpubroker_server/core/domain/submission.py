@@ -13,6 +13,7 @@ from gpubroker.wire.worker_sets import Scaling
 from msgspec import Struct, convert, field, json
 from msgspec.structs import replace
 
+from gpubroker_server.core.domain.environment import Environment
 from gpubroker_server.core.domain.task import RetryOn, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, TaskId
 
@@ -81,6 +82,8 @@ class RunSpec(Struct, frozen=True):
     """Id of the object with the archive of a directory, of which each run gets a copy to work in."""
     outputs: tuple[str, ...] = ()
     """Patterns of the files in its directory that are collected when a run has ended."""
+    environment: Environment | None = None
+    """The interpreter and the packages of the run; None for those of the service."""
     sizing: Sizing | None = None
     """The way in which `gpu_mb` was learned at submit; None if the client stated it."""
     roles: tuple[str, ...] = ()

@@ -13,6 +13,8 @@ from gpubroker_server.core.admission.feasibility import (
     slot_text,
     waits_for_a_node,
 )
+from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.environment import EnvironmentState, NodeEnvironment
 from gpubroker_server.core.domain.holders import Inference
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import needs_gpus
@@ -126,7 +128,7 @@ def _structural(survey: Survey, nodes: list[NodeFinding]) -> Blocker | None:
     if not any(node.node.ready for node in nodes):
         return Blocker(Reason.NO_MATCHING_DEVICE, f"the nodes that are large enough do not answer ({names})")
     if not any(node.is_usable for node in nodes):
-        return _closed(nodes, names)
+        return _closed(survey, nodes, names)
     usable = [node for node in nodes if node.is_usable and node.devices]
     if usable and all(node.count(*OPEN) == 0 and node.count(Verdict.HELD_BACK) for node in usable):
         on_nodes = _some(node.node.name for node in usable)
@@ -143,14 +145,32 @@ def _structural(survey: Survey, nodes: list[NodeFinding]) -> Blocker | None:
     return None
 
 
-def _closed(nodes: list[NodeFinding], names: str) -> Blocker:
+def _closed(survey: Survey, nodes: list[NodeFinding], names: str) -> Blocker:
     """Return the blocker for nodes that are large enough and of which none is usable."""
+    unprepared = [finding.node for finding in nodes if finding.lacks_only_environment]
+    if unprepared:
+        message = preparing_text(unprepared, survey.task.demand.where.environment, survey.now)
+        return Blocker(Reason.ENVIRONMENT_PREPARING, message)
     full = [f"{node.node.name}: {node.full_disk}" for node in nodes if node.full_disk]
     if full and not any(node.node.cordoned for node in nodes):
         message = f"the nodes that are large enough have a disk that is too full ({_some(full)})"
         return Blocker(Reason.DISK_FULL, message)
     state = "are cordoned" if all(node.node.cordoned for node in nodes) else "are cordoned or do not answer"
     return Blocker(Reason.NODE_CORDONED, f"the nodes that are large enough {state} ({names})")
+
+
+def preparing_text(nodes: Iterable[Node], key: str, now: Instant) -> str:
+    """Return the text that says how far these nodes are with an environment."""
+    states = []
+    for node in nodes:
+        match node.environment(key):
+            case NodeEnvironment(state=EnvironmentState.FAILED, message=message):
+                states.append(f"it failed on {node.name}: {message.partition(chr(10))[0]}")
+            case NodeEnvironment(step=step, since=since):
+                states.append(f"{node.name} is {step} ({in_time(max(0.0, now - since))} so far)")
+            case None:
+                states.append(f"{node.name} has not begun")
+    return f"its environment is being prepared: {_some(states)}"
 
 
 def _closed_gpus(nodes: Iterable[NodeFinding]) -> list[str]:

@@ -351,6 +351,8 @@ def _why(finding: DeviceFinding, task: Task) -> str:
             return "its node is cordoned"
         case Verdict.DISK_FULL:
             return "a disk of its node is too full"
+        case Verdict.ENVIRONMENT_PREPARING:
+            return "its node does not have the environment of the task ready"
         case Verdict.GPU_CLOSED:
             closure = finding.ledger.device.closure
             return f"it is closed: {closure.reason if closure else ''}"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from gpubroker_server.core.domain.demand import may_use_device, may_use_node, need_mb
+from gpubroker_server.core.domain.demand import has_environment, may_use_device, may_use_node, need_mb
 from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
@@ -34,6 +34,8 @@ class Verdict(StrEnum):
     """A disk of the device's node is too full for anything to start."""
     GPU_CLOSED = "gpu_closed"
     """The device needs a reset or a repair, or an operator has closed it."""
+    ENVIRONMENT_PREPARING = "environment_preparing"
+    """The device's node does not have the task's environment ready."""
     STALE = "stale"
     """The device's last sample is too old."""
     HELD_BACK = "held_back"
@@ -66,10 +68,17 @@ class NodeFinding(Struct, frozen=True):
     """True if the node has a run slot, CPU and host memory left for the task."""
     full_disk: str = ""
     """The disk that is too full for anything to start; empty if none is."""
+    has_environment: bool = True
+    """True if the node has the task's environment ready."""
 
     @property
     def is_usable(self) -> bool:
-        return self.node.ready and not (self.node.cordoned or self.full_disk)
+        return self.node.ready and not (self.node.cordoned or self.full_disk) and self.has_environment
+
+    @property
+    def lacks_only_environment(self) -> bool:
+        """True if the node could be used if it had the task's environment ready."""
+        return self.node.ready and not (self.node.cordoned or self.full_disk or self.has_environment)
 
     @property
     def open_devices(self) -> list[DeviceFinding]:
@@ -115,7 +124,9 @@ def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -
     is_open = may_use_node(demand, node)
     room = draft.headroom(node.name, task=task.id, priority=task.priority)
     full_disk = draft.world.full_disks.get(node.name, "")
-    closed = _closed(node, full_disk, gives_gpus=room.gives_gpus or not demand.gpus)
+    is_prepared = has_environment(demand, node)
+    gives_gpus = room.gives_gpus or not demand.gpus
+    closed = _closed(node, full_disk, is_prepared=is_prepared, gives_gpus=gives_gpus)
     devices = tuple(
         _judge_device(ledger, task, closed, is_open=is_open, is_stale=ledger.is_stale(now, period))
         for ledger in draft.ledgers_on(node.name)
@@ -130,10 +141,11 @@ def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -
         and node.memory_mb >= demand.memory_mb,
         has_headroom=room.fits(task),
         full_disk=full_disk,
+        has_environment=is_prepared,
     )
 
 
-def _closed(node: Node, full_disk: str, *, gives_gpus: bool) -> Verdict | None:
+def _closed(node: Node, full_disk: str, *, is_prepared: bool, gives_gpus: bool) -> Verdict | None:
     """Return the verdict that excludes a whole node; None if none does."""
     if not node.ready:
         return Verdict.NODE_NOT_READY
@@ -141,6 +153,8 @@ def _closed(node: Node, full_disk: str, *, gives_gpus: bool) -> Verdict | None:
         return Verdict.CORDONED
     if full_disk:
         return Verdict.DISK_FULL
+    if not is_prepared:
+        return Verdict.ENVIRONMENT_PREPARING
     return None if gives_gpus else Verdict.HELD_BACK
 
 

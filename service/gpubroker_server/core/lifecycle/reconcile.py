@@ -26,11 +26,11 @@ from gpubroker_server.core.domain.ranks import ranks_of
 from gpubroker_server.core.domain.setting_marks import NonNegativeMib, PositiveAmount, PositiveMib, alone
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId, device_key
-from gpubroker_server.core.lifecycle import external_leases, gpu_closures
+from gpubroker_server.core.lifecycle import environments, external_leases, gpu_closures
 from gpubroker_server.core.lifecycle.gang_runs import beginning_orders, stop_order
 from gpubroker_server.core.lifecycle.runs import apply_reports, dissolved_pledges
 from gpubroker_server.core.lifecycle.stopping import stop_orders
-from gpubroker_server.core.world.events import closure_notice
+from gpubroker_server.core.world.events import closure_notice, environments_notice
 from gpubroker_server.core.world.world import World
 
 
@@ -92,6 +92,9 @@ def reconcile(
         gone = [device.key for device in devices if not device.present]
         pledges = dissolved_pledges(world, gone)
         news = tuple(closure_notice(device) for device in opened.values())
+        known = world.nodes.get(seen.node.name)
+        before = () if known is None else known.environments
+        news += tuple(environments_notice(node) for node in nodes if node.environments != before)
         seen_now = Decision(seen.node.name, "node_seen", nodes=nodes, devices=devices, notices=news)
         decisions.append(replace(seen_now, pledges=pledges))
     absent = apply_reports(world, _absences(world, seen), now, policy)
@@ -128,6 +131,7 @@ def _node_row(world: World, seen: NodeReport, rules: InventoryRules) -> tuple[No
         memory_mb=Mib(max(0, (node_rules.memory_mb or agents.memory_mb) - node_rules.reserve_memory_mb)),
         # A node whose agent reports 0 runs takes nothing, whatever the rules say.
         max_runs=(node_rules.max_runs or agents.max_runs) if agents.max_runs else 0,
+        environments=environments.reported(known, agents),
     )
     if known is None:
         return (row,)

@@ -15,6 +15,7 @@ from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
     Ending,
+    EnvironmentReported,
     Failure,
     Gone,
     Heartbeat,
@@ -107,6 +108,7 @@ def apply_reports(
                 | ServerGone()
                 | ModelsInUse()
                 | NodesListed()
+                | EnvironmentReported()
                 | Heartbeat()
                 | Sampled()
                 | DiskReport()

@@ -18,6 +18,8 @@ from gpubroker_server.core.world.payload import Payload, fields_of, payload_of, 
 
 SUBMITTED = "task.submitted"
 _CORDON = ("cordon_reason", "cordoned_by", "cordoned_at", "draining_since", "drain_deadline_at")
+_EVENTS_OF_THEIR_OWN = (*_CORDON, "environments")
+"""The fields of a node that `node.seen` leaves out. Releases that do not know a field could not read it."""
 """The fields of a node that have an event of their own, because release 0.2.0 ignores an unknown event but
 fails on an unknown field of a node."""
 _CLOSURE = ("closure",)
@@ -141,7 +143,7 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
     notices, worker sets, pauses, work streams, estimates. Devices and tasks come before leases, because the
     World enters a lease into its device's ledger with its task's stop notice."""
     for node in decision.nodes:
-        yield NewEvent("node.seen", node.name, node.version, "", without(node, _CORDON))
+        yield NewEvent("node.seen", node.name, node.version, "", without(node, _EVENTS_OF_THEIR_OWN))
     for device in decision.devices:
         yield NewEvent("device.seen", device.key, device.version, "", without(device, _CLOSURE))
     for write in decision.tasks:
@@ -180,6 +182,11 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
 def cordon_of(node: Node) -> Mapping[str, Any]:
     """Return the payload of a changed cordon."""
     return {name: getattr(node, name) for name in _CORDON}
+
+
+def environments_notice(node: Node) -> Notice:
+    """Return the notice that the environments of a node have changed."""
+    return Notice("environments.changed", node.name, {"environments": node.environments})
 
 
 class ClosureChange(Struct, frozen=True):

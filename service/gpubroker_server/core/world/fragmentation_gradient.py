@@ -93,7 +93,8 @@ class FragmentationMeasure:
         self._capacity_share = capacity_share
         self._step = step
         self._in_tasks = in_tasks
-        self._usual: dict[str, tuple[TypicalDemand, ...]] = {}
+        self._usual: dict[str, tuple[tuple[TypicalDemand, ...], float]] = {}
+        """Maps a kind to the typical demands there, and to the sum of their weights."""
         self._tables: dict[tuple[tuple[int, ...], str], Table] = {}
         self._lost: dict[Remainder, float] = {}
         self._spots: dict[Shape, dict[Remainder, DeviceChoice | None]] = {}
@@ -154,11 +155,12 @@ class FragmentationMeasure:
     def _table(self, left: tuple[int, ...], kind: str) -> "Table":
         table = self._tables.get((left, kind))
         if table is None:
-            demands = self._usual.get(kind)
-            if demands is None:
-                demands = self._usual[kind] = tuple(self._on(kind))
+            usual = self._usual.get(kind)
+            if usual is None:
+                demands = tuple(self._on(kind))
+                usual = self._usual[kind] = demands, math.fsum(typical.weight for typical in demands)
             self.worked_out += 1
-            table = self._tables[left, kind] = Table(left, demands, self._capacity_share)
+            table = self._tables[left, kind] = Table(left, *usual, self._capacity_share)
         return table
 
     def _on(self, kind: str) -> list[TypicalDemand]:
@@ -184,9 +186,14 @@ class Table:
     """The use that typical demands could make of one row of devices, for any amount of CPU."""
 
     def __init__(
-        self, left: tuple[int, ...], known: tuple[TypicalDemand, ...], capacity_share: float
+        self,
+        left: tuple[int, ...],
+        known: tuple[TypicalDemand, ...],
+        total_weight: float,
+        capacity_share: float,
     ) -> None:
-        self.whole = sum(left) * math.fsum(typical.weight for typical in known)
+        """`total_weight` is the sum of the weights of `known`."""
+        self.whole = sum(left) * total_weight
         self._uses: list[tuple[float, float, float, int]] = []
         """The uses by CPU: the CPU of one task, the value if one task fits, the value of each task that fits,
         and the number of tasks that fit if CPU allows."""

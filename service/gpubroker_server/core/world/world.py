@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from msgspec.structs import replace
 
 from gpubroker_server.core.domain.decisions import QueuePause, Request, StreamState
+from gpubroker_server.core.domain.demand import environment_of
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node, NodeSample
 from gpubroker_server.core.domain.errors import OutOfSync
 from gpubroker_server.core.domain.holders import Gang, Model
@@ -111,6 +112,8 @@ class World:
         """Maps a tenant to the number of its pending tasks that are held until a person lets them go."""
         self.pending_bytes: Counter[str] = Counter()
         """Maps a tenant to the bytes that its pending tasks keep for their runs."""
+        self.unprepared: dict[str, set[TaskId]] = {}
+        """Maps the key of an environment to the pending tasks that run in it."""
         self.models = ModelIndex()
         self.learned = RunHistory()
         self.mix = DemandMix()
@@ -262,9 +265,9 @@ class World:
                     self.add_device(replace(device.device, closure=closure))
             case "node":
                 node = self.nodes.get(NodeName(event.key))
-                # The node's cordon has events of its own, and stays as it is.
+                # The node's cordon and environments have events of their own, and stay as they are.
                 self.add_node(changed(node, event.payload) if node else read(event.payload, Node))
-            case "cordon":
+            case "cordon" | "environments":
                 self.add_node(changed(self.nodes[NodeName(event.key)], event.payload))
             case "request" if change == "made":
                 self.add_request(read(event.payload, Request))
@@ -396,6 +399,8 @@ class World:
             self.queue.add(task)
             if task.waits_until is not None:
                 self.expiring[task.id] = task.waits_until
+            if key := environment_of(task.demand):
+                self.unprepared.setdefault(key, set()).add(task.id)
         elif task.is_active:
             self._count_active(task, +1, grows=grows)
             self.active[task.id] = may_be_late_at(task)
@@ -410,6 +415,10 @@ class World:
                 self.pending_held[task.tenant] -= 1
             self.queue.remove(task)
             self.expiring.pop(task.id, None)
+            if key := environment_of(task.demand):
+                self.unprepared[key].discard(task.id)
+                if not self.unprepared[key]:
+                    del self.unprepared[key]
         else:  # the task is active, since a task that has ended no longer changes
             self._count_active(task, -1, grows=grows)
             self.active.pop(task.id, None)

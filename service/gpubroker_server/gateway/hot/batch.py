@@ -270,4 +270,4 @@ class BatchTasks:
 def _names_directory(text: bytes) -> bool:
     """Return True if the task may have an upload or outputs, which must be validated together with its
     run."""
-    return b'"upload"' in text or b'"outputs"' in text
+    return b'"upload"' in text or b'"outputs"' in text or b'"environment"' in text

@@ -68,6 +68,12 @@ class Capacity:
         devices = (ledger.device for ledger in self._world.ledgers.values() if ledger.device.present)
         return largest_share(demand, devices)
 
+    def python_of(self, environment: str) -> str:
+        """Return the minor version of Python that nodes have found in this environment; empty if none has
+        told it."""
+        found = (node.environment(environment) for node in self._world.nodes.values())
+        return next((known.python for known in found if known is not None and known.python), "")
+
     def learned_size(self, demand: Demand, tenant: str, subject: str) -> Sizing:
         """Return what earlier runs used of the devices that this demand may use."""
         ledgers = self._world.ledgers.values()

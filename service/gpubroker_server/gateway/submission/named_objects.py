@@ -32,13 +32,13 @@ def may_name_objects(text: bytes) -> bool:
 def objects_in_run(spec: RunSpec) -> Mapping[str, str]:
     """Return the objects that a run names: place of the argument or of the upload -> id of the object. `spec`
     must contain its arguments, however large they are."""
+    named = {"/upload": spec.upload} if spec.upload else {}
+    if spec.environment is not None and spec.environment.project:
+        named["/environment/project"] = spec.environment.project
     if spec.kind == Function.tag:
-        id_by_place = {
-            f"/run/objects/{index}": id for index, id in enumerate(spec.objects) if id != spec.upload
-        }
-    else:
-        id_by_place = dict(objects_in_arguments(spec.arguments))
-    return id_by_place | {"/upload": spec.upload} if spec.upload else id_by_place
+        others = (id for id in spec.objects if id not in named.values())
+        return {f"/run/objects/{index}": id for index, id in enumerate(others)} | named
+    return {**objects_in_arguments(spec.arguments), **named}
 
 
 def objects_in_arguments(arguments: bytes) -> Mapping[str, str]:

@@ -188,6 +188,8 @@ class Submissions(Struct, frozen=True):
             facts = replace(facts, streams=tuple(streams))
         if spec.upload or spec.outputs:
             self.leader.require("upload")
+        if spec.environment is not None:
+            self.leader.require("environment")
         if spec.ray:
             self.leader.require("ray")
         if submission.retry_on != ON_FAILURE:

@@ -227,6 +227,49 @@ Run = Annotated[
 ]
 
 
+def _named_environment(given: Any) -> Any:
+    return {"name": given} if isinstance(given, str) else given
+
+
+class GivenEnvironment(Body):
+    """The interpreter and the packages of the runs: one of python, conda, requirements, project and
+    container. `python` beside requirements or project is a version. Needs the scope `tasks:code` or
+    `tasks:command`."""
+
+    name: Annotated[
+        str, line(100), Field(description="An environment of the operator, in place of all other fields.")
+    ] = ""
+    python: Annotated[
+        Text,
+        Field(
+            max_length=4095,
+            description="The path of an interpreter, or of a virtual environment, on the nodes; or the "
+            "version of the Python to install packages for. Left out: the version that pickled the function, "
+            "or that of the service.",
+            examples=["/opt/envs/rl/bin/python", "3.12"],
+        ),
+    ] = ""
+    conda: Annotated[
+        Text, Field(max_length=4095, description="The name or path of a conda environment on the nodes.")
+    ] = ""
+    requirements: Annotated[
+        list[Annotated[Text, Field(max_length=2000)]],
+        Field(
+            max_length=1000,
+            description="Packages that each node installs once, as lines of a requirements.txt.",
+            examples=[["numpy>=2", "torch==2.8.0"]],
+        ),
+    ] = Field(default_factory=list)
+    project: Annotated[
+        str,
+        StringConstraints(pattern="^[0-9a-f]{64}$"),
+        Field(description="Id of the object with the archive (tar) of a pyproject.toml and its uv.lock."),
+    ] = ""
+    container: Annotated[
+        Text, Field(max_length=500, description="A container image, where the operator allows containers.")
+    ] = ""
+
+
 class SubmitTask(Timed):
     """One task. Only `run` is required."""
 
@@ -273,6 +316,14 @@ class SubmitTask(Timed):
             "any directories.",
         ),
     ] = ()
+    environment: Annotated[
+        GivenEnvironment | None,
+        BeforeValidator(_named_environment),
+        Field(
+            description="The interpreter and the packages of its runs; a string is the name of an "
+            "environment of the operator. Left out: that of the profile or the model type, or the service's."
+        ),
+    ] = None
     ray: Annotated[
         Literal["", "private", "shared"],
         Field(

@@ -13,6 +13,7 @@ from pydantic_core import to_json
 
 from gpubroker_server.core.admission.submission import NOTHING_ASKED, Asked, AskedTimes, Submission
 from gpubroker_server.core.domain.demand import NO_CONSTRAINTS, Labels, PlacementConstraints
+from gpubroker_server.core.domain.environment import Environment
 from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.task import Dependency, OnFailure
 from gpubroker_server.core.domain.units import Mib, TaskId
@@ -22,6 +23,7 @@ from gpubroker_server.gateway.submission.task_body import (
     Command,
     Entrypoint,
     Function,
+    GivenEnvironment,
     SimulateTask,
     SubmitTask,
     causes_of,
@@ -44,7 +46,9 @@ _ANOTHER_RUN: Mapping[str, Any] = {
 }  # fmt: skip
 """Empty values of all fields that describe a run, so that a specification keeps none of a run that is
 replaced."""
-_KEPT = tuple(name for name in RunSpec.__struct_fields__ if name in SubmitTask.model_fields)
+_KEPT = tuple(
+    name for name in RunSpec.__struct_fields__ if name in SubmitTask.model_fields and name != "environment"
+)
 """The fields of a body that a RunSpec takes over unchanged because it has fields of the same names."""
 _kept_of = attrgetter(*_KEPT)
 _WHERE_FIELDS = frozenset({"kinds", "min_power", "min_device_mb", "nodes", "prefer_kinds", "prefer_nodes"})
@@ -55,14 +59,17 @@ def submission_of(body: SubmitTask | SimulateTask, tenant: str) -> Submission:
     """Return the submission of a body. Raises Problem if JSON arguments contain NaN or an infinity."""
     run = body.run
     fields = _NO_RUN if run is None else _run_fields(run)
-    if body.upload:
-        fields = {**fields, "objects": (*fields.get("objects", ()), body.upload)}
+    environment = environment_of(body.environment)
+    for object in (body.upload, "" if environment is None else environment.project):
+        if object:
+            fields = {**fields, "objects": (*fields.get("objects", ()), object)}
     return Submission(
         tenant=tenant,
         spec=RunSpec(
             **fields,
             **dict(zip(_KEPT, _kept_of(body), strict=True)),
             roles=tuple(sorted(body.resources.roles)),
+            environment=environment,
         ),
         demand=asked_of(body.resources, body.placement),
         name=body.name,
@@ -78,6 +85,13 @@ def submission_of(body: SubmitTask | SimulateTask, tenant: str) -> Submission:
         held=body.held,
         cloudpickle=run.cloudpickle if isinstance(run, Function) else None,
     )
+
+
+def environment_of(given: GivenEnvironment | None) -> Environment | None:
+    """Return the environment that a body states; None if it states none. A name is looked up at admission."""
+    if given is None:
+        return None
+    return Environment(**{**given.model_dump(), "requirements": tuple(given.requirements)})
 
 
 def with_run_of(run: Entrypoint | Command | Function, spec: RunSpec) -> RunSpec:

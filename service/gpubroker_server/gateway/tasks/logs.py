@@ -34,7 +34,7 @@ class LogQuery(WorkerQuery):
         int | None,
         Field(ge=1, le=2**31 - 1, description="The attempt whose log is read. Default: the newest."),
     ] = None
-    stream: Literal["stdout", "stderr"] = "stdout"
+    stream: Literal["stdout", "stderr", "setup"] = "stdout"
     rank: Annotated[int, Field(ge=0, le=2**31 - 1, description="The rank of a gang whose log is read.")] = 0
     offset: Annotated[
         int, Field(ge=0, le=2**62, description="Begin at this byte of the stream: read on where you stopped.")

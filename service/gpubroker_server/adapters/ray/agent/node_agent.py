@@ -222,6 +222,8 @@ class NodeAgent:
         journal = self._mailbox.journal
         if report[0] in ("progressed", "loaded", "checkpointed", "items"):
             journal.note(RunKey(*report[1:4]), report, AT_ONCE)
+        elif report[0] == "environment":
+            journal.note(report[2], report, AT_ONCE)
         elif report[0] == "ended":
             key = RunKey(*report[1:4])
             if self._runs is not None and self._protocol >= TELLS_LOGS:
@@ -259,6 +261,8 @@ class NodeAgent:
                 runs.take_object(RunKey(task, fence, rank), *answer)
             case ("output", task, fence, rank, id, stored_bytes, over) if not is_over:
                 runs.directories.outputs.answer(RunKey(task, fence, rank), id, stored_bytes, is_over=over)
+            case ("prepare", key, tenant, definition, project) if not is_over:
+                runs.environments.prepare(key, tenant, definition, project)
             case ("watch", task, fence, rank, pid, leases) if not is_over:
                 runs.external.watch(RunKey(task, fence, rank), pid, leases)
             case ("stop", task, fence, rank, _reason, grace_seconds) if not is_over:
@@ -366,6 +370,7 @@ class NodeAgent:
             "complete": inventory.complete,
             "gpu_absence": inventory.absence,
             "versions": versions(),
+            "environments": runs.environments.states(),
         }
         run_keys = [tuple(key) for key in (*runs.table.runs, *runs.external)]
         return "node_seen", time.time(), node, [astuple(device) for device in inventory.devices], run_keys

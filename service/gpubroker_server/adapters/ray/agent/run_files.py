@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 import msgspec
 import structlog
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
-from gpubroker.runtime.output import STREAMS, Stream, file_of
+from gpubroker.runtime.output import STREAMS, LogStream
 from msgspec import Struct
 
 from gpubroker_server.adapters.ray.processes import ProcessId
@@ -40,7 +40,8 @@ their number."""
 _STEM = re.compile(r"(.+)-(\d+)-(\d+)")
 _is_plain = re.compile("[A-Za-z0-9_.~-]+").fullmatch
 """True for an id that is not quoted in the name of a file."""
-_SUFFIXES: Mapping[Stream, str] = {stream: file_of(Path("run.log"), stream).suffix for stream in STREAMS}
+_SUFFIXES: Mapping[LogStream, str] = {"stdout": ".log", "stderr": ".err", "setup": ".setup"}
+KEPT_SETUP_BYTES = 128 * 1024
 
 
 class UnreadableRecord(Exception):
@@ -99,15 +100,20 @@ class RunFiles:
         # Resolved, because leftover processes are found by the path of the log that they have open.
         self._directory = directory.resolve()
         self._prefix = f"{self._directory}/"
+        names = (_STEM.fullmatch(path.stem) for path in self._directory.glob("*.setup"))
+        self.with_setup_log = {
+            RunKey(unquote(name[1]), int(name[2]), int(name[3])) for name in names if name is not None
+        }
+        """The runs with a log of the preparation of their environment."""
         self._ending = f"@{boot_id}.json"
         self._adds = True
         """False if the newest lines could not be written."""
 
-    def log_of(self, key: RunKey, stream: Stream = "stdout") -> Path:
+    def log_of(self, key: RunKey, stream: LogStream = "stdout") -> Path:
         """Return the path of a log. An earlier release wrote both streams into the file of `stdout`."""
         return Path(self.path_of_log(key, stream))
 
-    def path_of_log(self, key: RunKey, stream: Stream) -> str:
+    def path_of_log(self, key: RunKey, stream: LogStream) -> str:
         """Return the path of a log as text. Each run that ends needs two paths, and joining these with
         `Path` took a tenth of the agent's time per run."""
         return f"{self._prefix}{_stem(key)}{_SUFFIXES[stream]}"
@@ -139,6 +145,18 @@ class RunFiles:
         named = _STEM.fullmatch(log.stem)
         return None if named is None else RunKey(unquote(named[1]), int(named[2]), int(named[3]))
 
+    def add_setup_log(self, key: RunKey, log: Path) -> None:
+        """Keep the end of what the preparation of a run's environment printed beside the run's logs."""
+        with contextlib.suppress(OSError), log.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            data = os.pread(file.fileno(), KEPT_SETUP_BYTES, max(0, size - KEPT_SETUP_BYTES))
+            descriptor = os.open(
+                self.path_of_log(key, "setup"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+            )
+            with os.fdopen(descriptor, "wb") as copy:
+                copy.write(data)
+            self.with_setup_log.add(key)
+
     def write_record(self, record: RunRecord) -> None:
         """Write a record. If that fails, raises OSError and leaves no record."""
         draft = self._directory / f"{_stem(record.key)}.new"
@@ -152,6 +170,7 @@ class RunFiles:
 
     def remove_record(self, key: RunKey) -> None:
         self._record_of(_stem(key)).unlink(missing_ok=True)
+        self.with_setup_log.discard(key)
 
     def records(self) -> list[RunRecord]:
         """Return the records of this boot. Raises UnreadableRecord."""
@@ -196,7 +215,11 @@ class RunFiles:
         return record
 
     def _logs(self) -> Iterator[tuple[Path, os.stat_result]]:
-        for path in [*self._directory.glob("*.log"), *self._directory.glob("*.err")]:
+        for path in [
+            *self._directory.glob("*.log"),
+            *self._directory.glob("*.err"),
+            *self._directory.glob("*.setup"),
+        ]:
             with contextlib.suppress(FileNotFoundError):
                 yield path, path.stat()
 
@@ -285,14 +308,14 @@ class RunLogs:
         self._files = files
         self._half_bytes = limit_bytes // 2
 
-    def new(self, key: RunKey, stream: Stream, first_byte: int) -> Report:
+    def new(self, key: RunKey, stream: LogStream, first_byte: int) -> Report:
         """Return a report of a stream from this byte on. It may be empty."""
         piece = self._read(key, stream, first_byte, ANSWER_BYTES) or Piece(first_byte, b"")
         return logged(key, stream, piece, is_final=False)
 
     def kept(self, key: RunKey) -> Iterator[Report]:
         """Yield the reports of the log of an ended run: the beginning and the end of each stream."""
-        for stream in STREAMS:
+        for stream in _SUFFIXES if key in self._files.with_setup_log else STREAMS:
             first = self._read(key, stream, 0, self._half_bytes)
             if first is None:
                 continue
@@ -301,7 +324,7 @@ class RunLogs:
             if last is not None:
                 yield logged(key, stream, last, is_final=True)
 
-    def _read(self, key: RunKey, stream: Stream, first_byte: int, most_bytes: int) -> Piece | None:
+    def _read(self, key: RunKey, stream: LogStream, first_byte: int, most_bytes: int) -> Piece | None:
         """Return the next bytes of a stream that are reported; None if there are none."""
         try:
             log = os.open(self._files.path_of_log(key, stream), os.O_RDONLY | os.O_CLOEXEC)
@@ -320,5 +343,5 @@ class RunLogs:
         return None
 
 
-def logged(key: RunKey, stream: Stream, piece: Piece, *, is_final: bool) -> Report:
+def logged(key: RunKey, stream: LogStream, piece: Piece, *, is_final: bool) -> Report:
     return ("logged", *key, time.time(), stream, piece.first_byte, piece.data, is_final)

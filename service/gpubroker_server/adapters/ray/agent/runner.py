@@ -6,7 +6,6 @@ Every answer is bytes of msgpack: the agent would unpickle any other object.
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,10 +14,9 @@ import ray
 from gpubroker.runtime.calls import REFUSED
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.mailbox import Mailbox
-from gpubroker.runtime.messages import SPOKEN, TELLS_OUTPUT, RunKey, RunOrder, carriable
+from gpubroker.runtime.messages import SPOKEN, TELLS_OUTPUT, RunKey, carriable
 from gpubroker.runtime.output import sort_output_by_run
 from gpubroker.runtime.process import (
-    ProcessSetup,
     become,
     hide_devices,
     look_for_modules_in,
@@ -75,6 +73,7 @@ class Runner:
             if user:
                 become(user)
         self._shared = shared
+        self._task_path = task_path
         self._mailbox: Mailbox | None = None
         self._host: RunHost | None = None
         self._calls = 0
@@ -96,7 +95,7 @@ class Runner:
             raise WrongProtocol(f"this process speaks protocols {SPOKEN}, the agent {protocol}")
         host, mailbox = self._parts()
         for item in items:
-            _carry_out(host, item, protocol)
+            host.take(item, tell_output=protocol >= TELLS_OUTPUT)
         reports = await mailbox.read(acknowledged, may_come=lambda: host.busy)
         return _packed([(number, carriable(report)) for number, report in reports])
 
@@ -104,15 +103,12 @@ class Runner:
         """Call a method of the run's object, and return the packed answer of `SetWorker.call`. `packed`
         contains the role, the method, the form and the arguments."""
         host, _ = self._parts()
-        worker = host.set_workers.get(RunKey(*key))
-        if worker is None:
-            return _packed((REFUSED, f"run {RunKey(*key)} is not here"))
         if self._calls >= MOST_CALLS:
             return _packed((REFUSED, f"its process has {MOST_CALLS} calls, as many as may be"))
         self._calls += 1
         try:
             role, method, form, arguments = msgpack.unpackb(packed)
-            return _packed(await worker.call(role, method, form, arguments, seconds))
+            return _packed(await host.call(RunKey(*key), role, method, form, arguments, seconds))
         finally:
             self._calls -= 1
 
@@ -121,36 +117,8 @@ class Runner:
         before."""
         if self._host is None or self._mailbox is None:
             self._mailbox = Mailbox()
-            self._host = RunHost(self._mailbox.journal, _shared_view)
+            self._host = RunHost(self._mailbox.journal, _shared_view, self._task_path)
         return self._host, self._mailbox
-
-
-def _carry_out(host: RunHost, item: tuple[Any, ...], protocol: int) -> None:
-    match item:
-        case ("share", order):
-            host.start_shared(RunOrder.from_wire(order), tell_output=protocol >= TELLS_OUTPUT)
-        case ("own", order, instance, log, user, address, node):
-            host.start_alone(
-                RunOrder.from_wire(order), ProcessSetup(instance, user, address, node), Path(log)
-            )
-        case ("go", key, rank_zero_address):
-            host.go(RunKey(*key), rank_zero_address)
-        case ("world", key, ranks):
-            host.change_world(RunKey(*key), ranks)
-        case ("resized", key, ranks, number):
-            host.change_world(RunKey(*key), ranks, number)
-        case ("items", key, number, held, is_over):
-            host.answer_items(RunKey(*key), number, held, is_over=is_over)
-        case ("object", key, id, shared, failure):
-            host.take_object(RunKey(*key), id, shared, failure)
-        case ("part", key, digest, stored_bytes, failure):
-            host.answer_part(RunKey(*key), digest, stored_bytes, failure)
-        case ("retell", key):
-            host.report_again(RunKey(*key))
-        case ("stop", key):
-            host.stop(RunKey(*key))
-        case _:
-            raise ValueError(f"unknown order {item[0]!r}")
 
 
 def _shared_view(shared: Any) -> memoryview:

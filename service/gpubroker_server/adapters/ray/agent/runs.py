@@ -31,6 +31,7 @@ from gpubroker_server.adapters.nvml.meter import MEASURE_SECONDS, DeviceMeter
 from gpubroker_server.adapters.ray.agent.external_processes import ExternalProcesses
 from gpubroker_server.adapters.ray.agent.memory_cgroups import MemoryCgroups
 from gpubroker_server.adapters.ray.agent.run_directories import RunDirectories
+from gpubroker_server.adapters.ray.agent.run_environments import RunEnvironments
 from gpubroker_server.adapters.ray.agent.run_files import RunFiles, RunLogs, RunRecord
 from gpubroker_server.adapters.ray.agent.runner_pool import RayRunners, RunnerPool
 from gpubroker_server.adapters.ray.agent.runner_process import (
@@ -91,6 +92,7 @@ class NodeRuns:
         share = partial(_share, runners)
         self.objects = SharedObjects(runners.object_cache_bytes, share, self._report, give)
         self.directories = RunDirectories(config, self._report, self._on_directory, self._do)
+        self.environments = RunEnvironments(config, self._report, self._do)
         about = self._files, config.instance, runners.node
         self.external = ExternalProcesses(*about, self._runner_pids, self._report, self.measure, self._do)
 
@@ -139,6 +141,19 @@ class NodeRuns:
                 self.directories.expect(order)
             self._place_or_wait(run)
 
+    def _enter_environment(self, run: AgentRun) -> bool:
+        """Fill in the environment of a run and return True, or report that the run does not start."""
+        entered = self.environments.take(run.order)
+        if isinstance(entered, RunOrder):
+            run.order = entered
+            self._files.add_setup_log(run.key, self.environments.setup_log(entered.environment))
+            return True
+        outcome = NEVER_STARTED if entered is None else failed(*entered)
+        self._end(run, ended(run.key, outcome, b""))
+        self._report_gone(run, "never_started")
+        self.directories.drop(run.key)
+        return False
+
     def _on_directory(self, key: RunKey, directory: str, failure: Failed | None) -> None:
         """Place a run whose working directory is ready, or report its failure if the directory could not be
         made."""
@@ -151,6 +166,8 @@ class NodeRuns:
         self._place_or_wait(run)
 
     def _place_or_wait(self, run: AgentRun) -> None:
+        if run.order.environment and not self._enter_environment(run):
+            return
         if not self._place(run):
             bisect.insort(self._waiting, run, key=lambda waiting: -waiting.order.priority)
             self.pool.refill()
@@ -229,6 +246,9 @@ class NodeRuns:
         for runner in took.blank:
             self._do("ending a blank runner", partial(asyncio.to_thread, self._runners.kill, runner))
         self._files.remove_outdated()
+        await self.environments.adopt()
+        for run in self.table.runs.values():
+            self.environments.keep(run.order)
         await self.directories.adopt(self.table.runs.keys())
         self.pool.refill()
 
@@ -431,6 +451,8 @@ class NodeRuns:
 
     def _report_gone(self, run: AgentRun, proof: str, samples: Sequence[WireSample] = ()) -> None:
         run.process = None
+        if run.order.environment:
+            self.environments.leave(run.key)
         run.reports["gone"] = gone(run.key, proof, samples)
         self._report(run.reports["gone"])
         self.table.drop_if_done(run)

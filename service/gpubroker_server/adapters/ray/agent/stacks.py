@@ -50,7 +50,7 @@ async def stack_of(run: AgentRun | None) -> tuple[str, str]:
     root = run.process.watched.id.pid
     try:
         async with asyncio.timeout(READ_SECONDS):
-            if run.order.kind == "command":
+            if run.order.kind == "command" or run.order.interpreter:
                 return await _stacks_below(root)
             threads = await _threads_of(root)
     except (Unreadable, TimeoutError) as fault:

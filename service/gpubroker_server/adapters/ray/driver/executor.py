@@ -19,6 +19,7 @@ from gpubroker_server.adapters.ray.options import RayOptions
 from gpubroker_server.adapters.ray.wire import (
     GUARDS_DISKS,
     MEASURE,
+    PREPARES_ENVIRONMENTS,
     TELLS_LOGS,
     OrderWriter,
     disk_order,
@@ -26,9 +27,11 @@ from gpubroker_server.adapters.ray.wire import (
     log_order,
     object_order,
     pack,
+    prepare_order,
     run_of,
 )
 from gpubroker_server.core.domain.device import DiskOrder, NodeSample
+from gpubroker_server.core.domain.environment import Environment
 from gpubroker_server.core.domain.leader_term import LeaderTerm
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
@@ -41,6 +44,7 @@ from gpubroker_server.core.domain.orders import (
     NodeReport,
     NodesListed,
     Order,
+    PrepareOrder,
     Report,
     RunId,
     StartOrder,
@@ -206,6 +210,11 @@ class RayExecutor:
     def look_at_disks(self, order: DiskOrder) -> None:
         if self._agents.protocol(order.node) >= GUARDS_DISKS:
             self._give(order.node, disk_order(order))
+
+    def prepare(self, order: PrepareOrder, definition: Environment, project: bytes) -> None:
+        # A node whose agent is of an earlier release never has the environment ready.
+        if self._agents.protocol(order.node) >= PREPARES_ENVIRONMENTS:
+            self._give(order.node, prepare_order(order, definition, project))
 
     def answer(self, answer: ObjectAnswer) -> None:
         if answer.node in self._agents:  # a later agent of the node asks again

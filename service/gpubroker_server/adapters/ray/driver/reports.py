@@ -13,12 +13,14 @@ from msgspec.structs import astuple, replace
 
 from gpubroker_server.adapters.ray.wire import SPOKEN, unpack
 from gpubroker_server.core.domain import device
+from gpubroker_server.core.domain.environment import EnvironmentState, NodeEnvironment
 from gpubroker_server.core.domain.lease import Proof
 from gpubroker_server.core.domain.orders import (
     MOST_HELD,
     Checkpointed,
     Ended,
     Ending,
+    EnvironmentReported,
     Failure,
     Gone,
     Heartbeat,
@@ -129,6 +131,10 @@ class HealthForm(Struct, array_like=True, forbid_unknown_fields=True):
     recovery: Name | None = None
 
 
+EnvironmentParts = tuple[Name, EnvironmentState, Time, Name, Name, Text]
+"""(key, state, since, step, python, message)"""
+
+
 class NodeReportForm(Form):
     at: Time
 
@@ -152,6 +158,7 @@ class NodeForm(Struct):
     complete: bool = True
     versions: dict[Name, Name] = {}
     gpu_absence: Text = ""
+    environments: tuple[EnvironmentParts, ...] = ()
 
 
 class NodeSeenForm(NodeReportForm, tag="node_seen"):
@@ -285,6 +292,10 @@ _form(
     NodeReportForm, "disk", device.DiskReport, request=Name, files=tuple[device.FoundFile, ...],
     kept=tuple[Reason, ...], is_first=bool, message=Text,
 )  # fmt: skip
+_form(
+    NodeReportForm, "environment", EnvironmentReported, key=Name, state=EnvironmentState | None, step=Name,
+    python=Name, message=Text,
+)  # fmt: skip
 _form(NodeReportForm, "node_lost", NodeLost, incarnation=Name, why=Text)
 _form(RunForm, "started", Started, pid=Count, ordered_at=(Time | None, None))
 _form(RunForm, "ready", Ready, address=Name)
@@ -308,7 +319,7 @@ _form(
     files=Count, message=Text, node=Name,
 )  # fmt: skip
 _form(
-    RunForm, "logged", Logged, stream=Literal["stdout", "stderr"], first_byte=Position, data=bytes,
+    RunForm, "logged", Logged, stream=Literal["stdout", "stderr", "setup"], first_byte=Position, data=bytes,
     is_final=bool,
 )  # fmt: skip
 _form(RunForm, "gone", Gone, proof=Name, samples=Samples)
@@ -366,8 +377,13 @@ def _checked(report: Report | ObjectQuestion) -> Report | ObjectQuestion:
 def _node_seen(source: Source, seen: NodeSeenForm) -> NodeReport:
     node = seen.node
     rest = node.cpu, Mib(node.memory_mb), node.max_runs, node.incarnation, node.boot_id
+    environments = tuple(
+        NodeEnvironment(key, state, source.instant(since), step, python, message)
+        for key, state, since, step, python, message in sorted(node.environments)
+    )
     devices = tuple(ReportedDevice(d[0], d[1], d[2], Mib(d[3]), d[4], d[5], d[6]) for d in seen.devices)
     runs = tuple((TaskId(task), Fence(fence), rank) for task, fence, rank in seen.runs)
     more = node.release, tuple(node.faults.items()), node.complete, tuple(node.versions.items())
     at = source.instant(seen.at)
-    return NodeReport(device.Node(NodeName(node.name), *rest), devices, runs, at, *more, node.gpu_absence)
+    row = device.Node(NodeName(node.name), *rest, environments=environments)
+    return NodeReport(row, devices, runs, at, *more, node.gpu_absence)
