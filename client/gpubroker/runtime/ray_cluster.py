@@ -71,6 +71,8 @@ _ENVIRONMENT: Mapping[str, str] = {
     "RAY_AUTH_MODE": "token",
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Otherwise the titles of Ray's processes are written over their environment, and with it the run's mark.
+    "SPT_NOENV": "1",
     # On a busy machine a process needs minutes to load its modules.
     "RAY_worker_register_timeout_seconds": "600",
     "RAY_agent_register_timeout_ms": "600000",
