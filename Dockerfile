@@ -18,7 +18,7 @@ COPY client/pyproject.toml client/
 
 # Dependencies, which a change of our sources leaves as they are, in the build's cache and as a layer of the image.
 FROM build AS gateway-dependencies
-RUN uv sync --frozen --no-default-groups --no-install-workspace --extra postgres --extra triton
+RUN uv sync --frozen --no-default-groups --no-install-workspace --extra oidc --extra postgres --extra triton
 
 FROM build AS server-dependencies
 RUN uv sync --frozen --no-default-groups --no-install-workspace --all-extras

@@ -54,18 +54,21 @@ def at_rest(nodes: int, gpus: int, seconds: float) -> Used:
             before = cpu_seconds(running.process), cpu_seconds(driver)
             time.sleep(seconds)
             took = time.monotonic() - began
-            if running.ask("GET", f"/nodes/{a_node(0)['NodeName']}")["measured"] is None:
-                raise NotReady("what the nodes tell of themselves is not read")
             after = cpu_seconds(running.process), cpu_seconds(driver)
     return Used(*((now - then) / took for then, now in zip(before, after, strict=True)))
 
 
 def wait_for_nodes(running: Service, nodes: int) -> None:
-    """Wait until all nodes have answered. Raises NotReady if they do not in time."""
+    """Wait until all nodes have answered, and one has told what it measures. Raises NotReady if they do not
+    in time."""
     deadline = time.monotonic() + START_SECONDS
     while (there := running.ask("GET", "/stats")["nodes"]["ready"]) != nodes:
         if time.monotonic() > deadline:
             raise NotReady(f"{there} of {nodes} nodes answer")
+        time.sleep(0.5)
+    while running.ask("GET", f"/nodes/{a_node(0)['NodeName']}")["measured"] is None:
+        if time.monotonic() > deadline:
+            raise NotReady("what the nodes tell of themselves is not read")
         time.sleep(0.5)
 
 

@@ -83,7 +83,7 @@ async def test_a_task_that_waits_for_quota_says_so(gateway: Gateway) -> None:
     await gateway.turn(plans=True)
     assert (await acme.get(f"/tasks/{task}")).json()["pending"]["reason"] == "QuotaExhausted"
     told = (await acme.get(f"/tasks/{task}/explain")).json()
-    assert "borrows from cohort labs, has 24.0 GiB and may take 6.0 GiB more" in told["message"]
+    assert "may take 6.0 GiB more, with what cohort labs lends" in told["message"]
     assert told["quota"] == {
         "tenant": "acme",
         "cohort": "labs",

@@ -106,7 +106,8 @@ class ConsoleLines:
         line = f"{fields.pop('timestamp')} [{fields.pop('level'):<9}] {fields.pop('event'):<30}"
         for name in sorted(fields):
             value = fields[name]
-            is_plain = type(value) is str and not _is_quoted(value)
+            is_text = type(value) is str or isinstance(value, str)  # most texts are told without a call
+            is_plain = is_text and not _is_quoted(value)
             line += f" {name}={value}" if is_plain else f" {name}={value!r}"
         return line.rstrip(" ")
 
