@@ -8,7 +8,7 @@ import pytest
 
 from bench import cost
 from bench.cost import bounds
-from bench.cost.bounds import Bound, faults_of
+from bench.cost.bounds import GRAIN_CALLS, Bound, faults_of
 
 PYTHON = sys.version_info[:2]
 
@@ -62,7 +62,7 @@ def test_no_operation_takes_more_than_its_bounds() -> None:
 
 def test_two_counts_of_a_path_are_equal() -> None:
     first, second = (cost.count(["inference"])[0]["calls"] for _ in range(2))
-    assert first == second
+    assert first == pytest.approx(second, abs=GRAIN_CALLS)  # a periodic job may fall into one of them
     assert first["service"] > 50
 
 

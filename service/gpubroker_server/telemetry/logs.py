@@ -86,6 +86,8 @@ current_request: ContextVar[str] = ContextVar("current_request", default="")
 """The id of the request that is being answered. All log lines of that time have it."""
 
 _is_quoted = re.compile("[ \t=\r\n\"']").search
+_NUMBERS: Final = frozenset({int, float, bool, type(None)})
+"""The usual types of fields that are no text, which are told from texts without a call."""
 _SLOW: Final = frozenset({"exc_info", "exception", "stack", "stack_info"})
 """The fields that structlog's own processors render."""
 
@@ -106,7 +108,8 @@ class ConsoleLines:
         line = f"{fields.pop('timestamp')} [{fields.pop('level'):<9}] {fields.pop('event'):<30}"
         for name in sorted(fields):
             value = fields[name]
-            is_text = type(value) is str or isinstance(value, str)  # most texts are told without a call
+            kind = type(value)
+            is_text = kind is str or (kind not in _NUMBERS and isinstance(value, str))
             is_plain = is_text and not _is_quoted(value)
             line += f" {name}={value}" if is_plain else f" {name}={value!r}"
         return line.rstrip(" ")
