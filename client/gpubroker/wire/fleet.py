@@ -24,7 +24,11 @@ class Finding(Diagnosis, Answered, frozen=True):
     """A fault that was found in the fleet or on one of its machines."""
 
     first_seen_at: Annotated[
-        Time, Meta(description="Since when it is so; if that is not known, since the leader noticed.")
+        Time,
+        Meta(
+            description="The time at which the fault began; if that is unknown, the time at which the leader "
+            "noticed it."
+        ),
     ]
 
 
@@ -36,40 +40,56 @@ class IdleTemplate(Answered, frozen=True):
     weight: int
     max_running: int
     made_by: Annotated[
-        str, Meta(description="The name of the token that made it; its tasks are that token's.")
+        str,
+        Meta(description="The name of the token that made the template. The tasks belong to this token."),
     ]
     made_at: Time
-    running: Annotated[int, Meta(description="The number of its tasks that hold something now.")]
+    running: Annotated[int, Meta(description="The number of its tasks that hold resources now.")]
     waiting: int
     stopped: Annotated[
         str | None,
         Meta(
             description="The reason why no task of it is submitted now, such as a deleted token, or a task "
-            "that failed; null while it goes on."
+            "that failed; null while tasks are submitted."
         ),
     ]
 
 
 class Capacity(Answered, frozen=True):
-    gpus: Annotated[int, Meta(description="The number of whole GPUs, and of GPUs that parts fill.")]
+    """An amount of GPUs, CPU and host memory."""
+
+    gpus: Annotated[
+        int,
+        Meta(description="The number of GPUs. Parts of GPUs are added up and rounded up to whole GPUs."),
+    ]
     gpu_mb: int
     cpu: float
     memory_mb: int
 
 
 class Unmet(Capacity, frozen=True):
+    """The demand of tasks that wait for room."""
+
     tasks: int
     waiting_seconds: Annotated[float, Meta(description="The time that the longest waiting task has waited.")]
 
 
 class UnmetGroup(Unmet, frozen=True):
+    """The part of the demand that asks for the same pool and kinds of GPU."""
+
     pool: Annotated[str, Meta(description="The pool that the tasks name; empty if they name none.")]
     kinds: Annotated[
-        tuple[str, ...], Meta(description="The kinds of which any will do; empty for any kind, or no GPU.")
+        tuple[str, ...],
+        Meta(
+            description="The kinds of GPU of which any would do; empty if any kind would, or if no GPU is "
+            "asked for."
+        ),
     ]
 
 
 class SpareNode(Capacity, frozen=True):
+    """A node on which nothing is held, and its capacity."""
+
     name: str
     kinds: tuple[str, ...]
 
@@ -95,6 +115,9 @@ class AutoscalingDemand(AsOf, frozen=True):
     groups: Annotated[tuple[UnmetGroup, ...], Meta(description="The demands of `unmet`, by pool and kinds.")]
     limited_tasks: Annotated[
         int,
-        Meta(description="The number of tasks that wait for a quota or a limit, which no node would raise."),
+        Meta(
+            description="The number of tasks that wait for a quota or a limit, which another node would not "
+            "help."
+        ),
     ]
     spare: Spare

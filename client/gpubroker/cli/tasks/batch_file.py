@@ -21,20 +21,21 @@ _REASONS_SHOWN = 20
 def submit_file(broker: "Broker", path: str, key: str | None, all_or_nothing: bool, output: Format) -> None:
     """Submit the tasks of a file. Print the ids, in order, to standard output, and refused lines to standard
     error. Exit with 6 if any task was refused."""
-    lines = list(_tasks_of(path))
+    numbered_tasks = list(_tasks_of(path))
     answers = broker.submit_many(
-        [task for _, task in lines], all_or_nothing=all_or_nothing, idempotency_key=key
+        [task for _, task in numbered_tasks], all_or_nothing=all_or_nothing, idempotency_key=key
     )
-    numbered = [(number, answer) for (number, _), answer in zip(lines, answers, strict=True)]
-    refused = [(number, answer) for number, answer in numbered if isinstance(answer, BrokerError)]
-    accepted = [answer for _, answer in numbered if isinstance(answer, str)]
+    numbered_answers = [(number, answer) for (number, _), answer in zip(numbered_tasks, answers, strict=True)]
+    refused = [(number, answer) for number, answer in numbered_answers if isinstance(answer, BrokerError)]
+    accepted = [answer for _, answer in numbered_answers if isinstance(answer, str)]
     if output is Format.TABLE:
         for task in accepted:
             typer.echo(task)
+    elif output is Format.JSON:
+        typer.echo(json.dumps([_row(number, answer) for number, answer in numbered_answers], indent=2))
     else:
-        rows = [_row(number, answer) for number, answer in numbered]
-        for text in [json.dumps(rows, indent=2)] if output is Format.JSON else map(json.dumps, rows):
-            typer.echo(text)
+        for number, answer in numbered_answers:
+            typer.echo(json.dumps(_row(number, answer)))
     if refused:
         print_drawn(refused_table(refused), error=True)
     eprint(f"{len(accepted)} accepted, {len(refused)} refused")
@@ -67,7 +68,8 @@ def _row(number: int, answer: str | BrokerError) -> dict[str, Any]:
 
 
 def refused_table(refused: Sequence[tuple[int, BrokerError]]) -> PlainTable:
-    """Return a table with one row per reason: the lines, and the message for the first of them."""
+    """Return a table with one row for each code and place of a fault: the numbers of its lines, and the
+    message for the first of these lines."""
     by_reason: dict[tuple[str, str], list[tuple[int, BrokerError]]] = {}
     for number, error in refused:
         by_reason.setdefault((error.code, _where(error)), []).append((number, error))
@@ -84,6 +86,7 @@ def refused_table(refused: Sequence[tuple[int, BrokerError]]) -> PlainTable:
 def _where(error: BrokerError) -> str:
     """Return the JSON pointer inside the task, without the task's position in its batch."""
     pointer = str(error.errors[0].get("pointer", "")) if error.errors else ""
+    # `/tasks/7/run` becomes `/run`.
     return "/" + "/".join(pointer.split("/")[3:]) if pointer.startswith("/tasks/") else pointer
 
 

@@ -1,4 +1,4 @@
-"""The times at which findings were first seen, which one leader hands on to the next."""
+"""The dates of findings. A new leader goes on with those that the last one has published."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -10,7 +10,7 @@ MAX_DATED = 500
 
 
 class FindingDate(NamedTuple):
-    """The time at which a finding was first seen, which one leader hands on to the next."""
+    """The time at which a finding was first seen."""
 
     kind: str
     subject: str
@@ -18,12 +18,15 @@ class FindingDate(NamedTuple):
 
 
 def dates_of(known: Mapping[tuple[str, str], Instant]) -> tuple[FindingDate, ...]:
-    """Return the oldest of them, MAX_DATED at most."""
+    """Return at most MAX_DATED dates, the oldest first. `known` maps the kind and the subject of a finding to
+    its date."""
     dates = sorted(
-        (FindingDate(*about, since) for about, since in known.items()), key=lambda date: date.since
+        (FindingDate(kind, subject, since) for (kind, subject), since in known.items()),
+        key=lambda date: date.since,
     )
     return tuple(dates[:MAX_DATED])
 
 
 def known_dates(dates: Iterable[FindingDate]) -> dict[tuple[str, str], Instant]:
+    """Return the dates by kind and subject, as `dates_of` takes them."""
     return {(date.kind, date.subject): date.since for date in dates}
