@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pwd
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from gpubroker_server.adapters.environments.cache import EnvironmentCache
 from gpubroker_server.adapters.environments.containers import ContainerRun, container_words, fetch_image
 from gpubroker_server.adapters.environments.interpreters import CannotPrepare, Interpreter, find_interpreter
 from gpubroker_server.adapters.environments.processes import ProcessLimits, ProcessUser, run_limited
+from gpubroker_server.adapters.ray.agent.run_environments import home_of
 from gpubroker_server.core.domain.environment import Environment
 from gpubroker_server.settings.environments import BuildRules
 
@@ -33,6 +35,16 @@ from tests.e2e.wheels import PACKAGE, make_wheel
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 PACKAGES = Environment(python=PYTHON, requirements=(f"{PACKAGE}==1.0",))
 LIMITS = ProcessLimits(4096, 60.0)
+
+
+@pytest.mark.parametrize("task_user", ["", "nobody-of-this-name"])
+def test_a_user_without_a_home_has_none(monkeypatch: pytest.MonkeyPatch, task_user: str) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert home_of(task_user) == ""
 
 
 @pytest.fixture

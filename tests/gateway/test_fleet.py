@@ -104,7 +104,7 @@ async def test_metrics_show_what_the_leader_has_found(gateway: Gateway, api: Cli
     )
     gateway.clock.advance(400.0)
     closed = await fleet_metrics(api)
-    gateway.fleet = replace(gateway.fleet, full_disks={})  # without roots no node is closed
+    gateway.fleet = replace(gateway.fleet, full_disks={})
     open_node = await fleet_metrics(api)
     assert sorted(line for line in open_node if "disk_level" in line) == [
         'gpubroker_node_disk_level{hostname="n1",path="/"} 0.0',

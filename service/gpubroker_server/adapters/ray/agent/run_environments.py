@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import msgspec
 import structlog
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
+from gpubroker.user_places import home_directory
 
 from gpubroker_server.adapters.environments.brought import Brought
 from gpubroker_server.adapters.environments.builder import (
@@ -52,6 +53,16 @@ PASSED_VARIABLES = (
 """The variables of a run's process that a container gets, besides those of the task and the operator."""
 LOG_BYTES = 2**20
 Do = Callable[[str, Callable[[], Coroutine[Any, Any, None]]], None]
+
+
+def home_of(task_user: str) -> str:
+    """Return the home directory of the user that runs tasks, by default that of this process; empty if the
+    system knows none."""
+    if not task_user:
+        return str(home_directory() or "")
+    with contextlib.suppress(KeyError):
+        return pwd.getpwnam(task_user).pw_dir
+    return ""
 
 
 class RunEnvironments:
@@ -178,7 +189,9 @@ class RunEnvironments:
             case EnvironmentKind.INTERPRETER:
                 self._set(key, EnvironmentState.PREPARING, "looking for its interpreter")
                 user = ProcessUser.named(self._config.task_user)
-                return await find_interpreter(environment, rules.conda_roots, self._home(), user, node)
+                return await find_interpreter(
+                    environment, rules.conda_roots, home_of(self._config.task_user), user, node
+                )
             case EnvironmentKind.CONTAINER:
                 self._set(key, EnvironmentState.PREPARING, "fetching its image")
                 return Interpreter(container=await fetch_image(environment.container, rules, node))
@@ -199,11 +212,6 @@ class RunEnvironments:
 
     def _user(self) -> ProcessUser:
         return build_user(self._rules, self._config.task_user)
-
-    def _home(self) -> str:
-        with contextlib.suppress(KeyError):
-            return pwd.getpwnam(self._config.task_user).pw_dir if self._config.task_user else str(Path.home())
-        return ""
 
     def _step(self, key: str, step: str) -> None:
         if self._states[key].step != step:
