@@ -9,15 +9,28 @@ from gpubroker_server.core.domain.environment import EnvironmentState, NodeEnvir
 from gpubroker_server.core.domain.orders import EnvironmentReported, PrepareOrder
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.reasons import Reason
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import Task, TaskState, members_of
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.explain.explain import explain
+from gpubroker_server.core.explain.survey import Verdict
 from gpubroker_server.core.lifecycle import environments
 from gpubroker_server.core.lifecycle.environments import NODES_AT_ONCE, due, seen
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world.world import World
 
-from tests.builders import GIB, NOW, a_demand, a_node, a_task, a_world, commit, let_go, orders_of_kind, submit
+from tests.builders import (
+    GIB,
+    NOW,
+    a_demand,
+    a_device,
+    a_node,
+    a_task,
+    a_world,
+    commit,
+    let_go,
+    orders_of_kind,
+    submit,
+)
 
 PREPARING, READY, FAILED = EnvironmentState
 POLICY = Policy()
@@ -94,6 +107,24 @@ def test_explain_names_node_step_and_seconds_of_the_preparation() -> None:
     assert "n1 is downloading packages (12 s so far)" in found.message
     assert "it failed on n2: no such package" in found.message
     assert "n3 has not begun" in found.message
+
+
+def test_explain_says_of_a_gpu_that_its_node_lacks_the_environment() -> None:
+    world = a_world(a_node("n1"), a_device("gpu0", node="n1"), needing("e1", gpu_mb=GIB, gpus=1))
+    [device] = explain(world, TaskId("task"), POLICY, NOW).devices
+    assert device.finding.verdict is Verdict.ENVIRONMENT_PREPARING
+    assert device.message == "its node does not have the environment of the task ready"
+
+
+def test_a_gang_is_placed_where_its_environment_is_ready_on_equal_nodes() -> None:
+    rank = a_demand(cpu=1.0, where=PlacementConstraints(environment="e1"))
+    gang = a_task("gang", demand=a_demand(bundles=(rank, rank)))
+    world = a_world(*(a_node(name) for name in ("n1", "n2", "n3")), gang)
+    ordered(world)
+    tell(world, report("n1", "e1", FAILED), report("n2", "e1", READY), report("n3", "e1", READY))
+    [decision] = planned(world)
+    [write] = decision.tasks
+    assert {member.node for member in members_of(write.task)} <= {"n2", "n3"}
 
 
 def test_a_task_fails_once_no_node_could_prepare_its_environment() -> None:

@@ -158,6 +158,12 @@ class Node(Struct, frozen=True):
     def environment(self, key: str) -> NodeEnvironment | None:
         return next((known for known in self.environments if known.key == key), None)
 
+    @property
+    def ready_environments(self) -> tuple[str, ...]:
+        """The keys of the environments in which a run can start."""
+        ready = EnvironmentState.READY
+        return tuple([known.key for known in self.environments if known.state is ready])
+
     def has_ready(self, key: str) -> bool:
         """Return True if a run can start in the environment."""
         known = self.environment(key)

@@ -71,9 +71,9 @@ class NodeHeadroom(NamedTuple):
     cpu: float
     memory_mb: int
     runs: int
-    custom: tuple[tuple[str, float], ...] = ()
-    node: Node | None = None
-    """The node, whose labels are compared with the demand; None if every demand may use it."""
+    custom: tuple[tuple[str, float], ...]
+    node: Node
+    """The node, whose labels and environments are compared with the demand."""
     gives_gpus: bool = True
     """False if a task of the priority for which the headroom was computed may take none of the node's GPUs
     now."""
@@ -88,8 +88,6 @@ class NodeHeadroom(NamedTuple):
         return enough and self.runs >= 1 and self.is_open_to(task) and not self.short_of(task)
 
     def is_open_to(self, task: Task) -> bool:
-        if self.node is None:
-            return True
         return may_use_node(task.demand, self.node) and has_environment(task.demand, self.node)
 
     def short_of(self, task: Task) -> list[str]:

@@ -168,7 +168,7 @@ def preparing_text(nodes: Iterable[Node], key: str, now: Instant) -> str:
                 states.append(f"it failed on {node.name}: {message.partition(chr(10))[0]}")
             case NodeEnvironment(step=step, since=since):
                 states.append(f"{node.name} is {step} ({in_time(max(0.0, now - since))} so far)")
-            case None:
+            case _:
                 states.append(f"{node.name} has not begun")
     return f"its environment is being prepared: {_some(states)}"
 

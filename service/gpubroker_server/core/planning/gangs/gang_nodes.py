@@ -112,8 +112,10 @@ class GangNode:
 
     def signature(self) -> object:
         """Return a value that is equal for nodes which are equivalent for the remaining ranks."""
+        room, node = self.room, self.node
+        amounts = room.cpu, room.memory_mb, room.runs, room.custom, room.gives_gpus
         devices = ((self.devices[key].sort, free) for key, free in self.free.items())
-        return self.room._replace(node=None), self.node.labels, bool(self.ranks), tuple(sorted(devices))
+        return amounts, node.labels, node.ready_environments, bool(self.ranks), tuple(sorted(devices))
 
 
 def gang_nodes_of(
