@@ -365,3 +365,10 @@ def test_disk_guard_deletes_nowhere_by_default_and_coordinators_differ() -> None
     assert guard.overrides["node:n1"] == DiskRules(0.6, 0.65, 0.9)
     assert list(guard.overrides) == ["label:role=coordinator", "node:n1", "label:provider=lab"]
     assert guard.roots == (WatchedRoot("/scratch", FileClass.REDUNDANT, ("sync", "a b"), 600.0),)
+
+
+def test_one_tenant_alone_cannot_bring_the_backpressure_of_the_whole_queue() -> None:
+    settings = load_settings()
+    queue = settings.fleet.backpressure.queue_length
+    assert queue is not None
+    assert settings.limits.tenant_pending_tasks < queue.low

@@ -418,3 +418,8 @@ def test_message_to_a_driver_that_has_died_is_dropped() -> None:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.run(outlive(child))
+
+
+def test_pauses_between_failed_starts_of_a_head_grow_up_to_a_minute() -> None:
+    pauses = [driver_link.head_pause(failed) for failed in range(7)]
+    assert pauses == [0.0, 5.0, 10.0, 20.0, 40.0, 60.0, 60.0]

@@ -1,5 +1,6 @@
 """Query parameters that an operation does not have, and times that are no times, are refused everywhere."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,6 +44,28 @@ async def test_a_time_that_is_not_written_out_is_refused_at_submit(
     api: Client, field: str, time: str
 ) -> None:
     assert _hint(fault(await api.post("/tasks", json={**a_body(), field: time}), f"/{field}"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tasks/batch", lambda task: {"tasks": [task]}),
+        ("/tasks/simulate", lambda task: task),
+        ("/arrays", lambda task: {**task, "items": {"values": [1]}}),
+        ("/worker-sets", lambda task: {**task, "count": 1}),
+    ],
+    ids=["batch", "simulation", "array", "worker set"],
+)
+async def test_a_time_that_is_not_written_out_is_refused_in_every_body(
+    api: Client, path: str, body: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    answer = await api.post(path, json=body({**a_body(), "not_before": "20261221"}))
+    # A batch answers for each task, the others for the body.
+    refused = answer.json()["items"][0]["problem"] if path == "/tasks/batch" else answer.json()
+    assert any(
+        found["pointer"].endswith("/not_before") and _hint(found["detail"]) for found in refused["errors"]
+    )
+    assert (await api.get("/tasks")).json()["items"] == []
 
 
 @pytest.mark.parametrize("time", [*NO_TIMES, 20261221])
