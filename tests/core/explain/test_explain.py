@@ -359,6 +359,17 @@ def test_a_task_that_does_not_wait_says_what_it_does(
     assert (explanation.blockers, explanation.devices, explanation.position) == ((), (), None)
 
 
+@pytest.mark.parametrize("reason", StopReason)
+def test_a_stopping_task_names_the_reason_or_else_the_cause(reason: StopReason) -> None:
+    stop: dict[str, Any] = {"stop_reason": reason, "stop_deadline_at": Instant(NOW + 7.0)}
+    world = a_world(holding(a_task("new", gpu_mb=1), "gpu0", state=TaskState.STOPPING, **stop))
+    assert explained(world).message.startswith(f"asked to stop ({reason.value})")
+    stop["stop_cause"] = "the drain of n1 by admin"
+    world = a_world(holding(a_task("new", gpu_mb=1), "gpu0", state=TaskState.STOPPING, **stop))
+    told = explained(world).message
+    assert told == "asked to leave for the drain of n1 by admin; 7 s of grace are left"
+
+
 def test_an_unknown_task_raises_key_error() -> None:
     with pytest.raises(KeyError):
         explained(World())
