@@ -80,7 +80,7 @@ def test_function_that_refers_to_more_than_a_request_runs_with_it(broker: Broker
     table = np.ones(1_200_000)
 
     def total(first: float, *, more: float = 0.0) -> float:
-        table[0] += 1.0  # its own copy, which it may change
+        table[0] = 2.0  # the copy of its process, which it may change
         return float(table.sum()) + first + more
 
     task = broker.submit(total, 7, kwargs={"more": 0.5}, cpu=1)
