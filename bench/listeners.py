@@ -187,7 +187,7 @@ def changes_of(gateway: Service, tasks: Sequence[str], after: int) -> dict[str, 
 
 
 class _Listener:
-    """One stream."""
+    """Reads one stream, and notes what it heard and when."""
 
     def __init__(self, task: str | None) -> None:
         self.task = task

@@ -23,7 +23,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 class Messages:
-    """One end of a connected socket. Any thread may send; one thread receives."""
+    """Sends and receives messages over a connected socket. Any thread may send; one thread receives."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

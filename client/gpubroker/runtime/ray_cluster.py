@@ -157,7 +157,7 @@ def _prefix(instance: str, key: RunKey) -> str:
 
 
 class RayNode:
-    """One node of the run's Ray cluster: `ray start --block` and the processes below it."""
+    """Starts and ends one node of the run's Ray cluster: `ray start --block` and the processes below it."""
 
     def __init__(self, order: RunOrder, host: str) -> None:
         """`host` is the address at which other nodes reach this one. Raises RayFailed."""

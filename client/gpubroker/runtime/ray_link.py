@@ -29,7 +29,7 @@ class WrongToken(Exception):
 
 
 _NO_RANK = (OSError, ValueError, LookupError, TypeError, WrongToken)
-"""What is raised if the other side is no rank of this run, or is gone."""
+"""The exceptions that mean that the other side is no rank of this run, or is gone."""
 
 
 class RankZero:
