@@ -99,12 +99,19 @@ def test_show_names_the_source_that_holds(
 def test_show_hides_passwords_tokens_and_headers(config: Callable[..., Result], tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     server = {"name": "a", "http_url": "http://h:8000", "headers": {"X-Key": "hidden2"}}
-    tree = {"database_url": "postgresql://me:hidden3@h/db", "triton": {"servers": [server]}}
+    tree = {
+        "database_url": "postgresql://me:hidden3@h/db",
+        "triton": {"servers": [server]},
+        "task_env": {"HF_TOKEN": "hidden4", "WANDB_API_KEY": "hidden5", "LOG_LEVEL": "DEBUG"},
+        "environments": {"index_url": "https://hidden6@pypi.lab/simple"},
+        "extensions": {"chat": {"url": "https://chat.lab/hooks/hidden7"}},
+    }
     file.write_text(yaml.safe_dump(tree), encoding="utf-8")
     for form in ("table", "json", "ndjson"):
         shown = config("show", "--config", file, "-o", form).stdout
         assert "hidden" not in shown
-        assert "postgresql://me:***@h/db" in shown
+        for part in ("postgresql://me:***@h/db", "https://***@pypi.lab/simple", "DEBUG"):
+            assert part in shown
 
 
 def test_show_with_defaults_lists_every_setting(config: Callable[..., Result]) -> None:

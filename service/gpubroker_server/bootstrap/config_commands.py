@@ -25,8 +25,11 @@ Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting, as `serve` takes it.")
 ]
 _HIDDEN = "***"
-_SECRET_NAMES = re.compile(r"headers|password|secret|token")
+_SECRET_NAMES = re.compile(r"headers|passw|secret|token|credential|api_?key|_key$", re.IGNORECASE)
+"""The names of settings, and of entries such as environment variables, whose values may be secrets."""
 _PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")
+_TOKEN_IN_URL = re.compile(r"(?<=http://|ttps://)[^/@:]+@")
+"""Package indexes take a token in place of a user."""
 
 
 @config_.command()
@@ -103,14 +106,17 @@ def _with_defaults(given: Sequence[GivenSetting]) -> Iterator[GivenSetting]:
 
 
 def _shown(setting: GivenSetting) -> Any:
-    return _without_secrets(to_builtins(setting.value, enc_hook=str), setting.path[-1])
+    value = to_builtins(setting.value, enc_hook=str)
+    if setting.path[0] == "extensions":  # only the extension knows which of its options are secrets
+        return _HIDDEN if len(setting.path) > 1 else dict.fromkeys(value, _HIDDEN)
+    return _without_secrets(value, setting.path[-1])
 
 
 def _without_secrets(value: Any, name: str) -> Any:
     if value and _SECRET_NAMES.search(name) and not name.endswith(("_file", "_from_tasks")):
         return _HIDDEN
     if isinstance(value, str):
-        return _PASSWORD.sub(rf"\1:{_HIDDEN}@", value)
+        return _TOKEN_IN_URL.sub(f"{_HIDDEN}@", _PASSWORD.sub(rf"\1:{_HIDDEN}@", value))
     if isinstance(value, list):
         return [_without_secrets(item, name) for item in value]
     if isinstance(value, dict):
